@@ -1,0 +1,1 @@
+"""YAML configurations shipped with the package."""

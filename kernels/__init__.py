@@ -1,0 +1,1 @@
+"""Tensor kernels: tensors in, tensors out, with a torch reference each."""

@@ -1,0 +1,1 @@
+"""Context parallel: one sequence spread over the ranks of a cp group."""

@@ -1,0 +1,1 @@
+"""Expert parallel: experts spread over the ranks of an ep group, tokens sent to them."""

@@ -1,0 +1,1 @@
+"""A readable mixture-of-experts decoder, its LightningModules and its data."""

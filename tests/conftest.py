@@ -1,0 +1,48 @@
+"""Fixtures shared by all tests: ``ranks2``, ``ranks4``, ``ranks8`` run a function on gloo ranks (see ranks.py)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RankError, Ranks
+
+torch.set_num_threads(1)  # before any fork: a forked OpenMP team hangs
+
+_pools: dict[int, Ranks] = {}
+
+
+def _pool(world_size: int) -> Callable[..., list[Any]]:
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        if world_size not in _pools:
+            _pools[world_size] = Ranks(world_size)
+        try:
+            return _pools[world_size](function, *args)
+        except (RankError, EOFError, OSError):
+            _pools.pop(world_size).close()
+            raise
+
+    return run
+
+
+@pytest.fixture
+def ranks2() -> Callable[..., list[Any]]:
+    return _pool(2)
+
+
+@pytest.fixture
+def ranks4() -> Callable[..., list[Any]]:
+    return _pool(4)
+
+
+@pytest.fixture
+def ranks8() -> Callable[..., list[Any]]:
+    return _pool(8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_pools() -> Iterator[None]:
+    yield
+    for pool in _pools.values():
+        pool.close()

@@ -1,0 +1,74 @@
+"""A pool of gloo ranks that starts once per test run and runs functions of the tests.
+
+The workers are forked, so they inherit every imported module, test modules included, and a function is sent
+by name. After a failure the pool is thrown away: its ranks may wait in different collectives.
+"""
+
+import datetime
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class Ranks:
+    """``ranks(function, *args)`` runs ``function(*args)`` on every rank and returns the results in rank order."""
+
+    def __init__(self, world_size: int) -> None:
+        context = get_context("fork")
+        store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
+        self.world_size = world_size
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, str(store), theirs), daemon=True)
+            process.start()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        job = pickle.dumps((function, args))
+        for connection in self.connections:
+            connection.send_bytes(job)
+        answers = [pickle.loads(connection.recv_bytes()) for connection in self.connections]
+        errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class RankError(AssertionError):
+    """The tracebacks of the ranks that failed."""
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    while True:
+        function, args = pickle.loads(connection.recv_bytes())
+        torch.manual_seed(0)
+        try:
+            answer = (None, function(*args))
+            payload = pickle.dumps(answer)
+        except Exception:
+            payload = pickle.dumps((traceback.format_exc(), None))
+        connection.send_bytes(payload)
