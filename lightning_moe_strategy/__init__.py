@@ -2,3 +2,66 @@
 
 Importing this package imports neither torch nor lightning: public names load on first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_moe_strategy import _autoload
+
+if TYPE_CHECKING:
+    from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
+    from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
+    from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
+    from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
+    from lightning_moe_strategy.models.config import ModelConfig
+    from lightning_moe_strategy.models.data import TextDataModule
+    from lightning_moe_strategy.models.lightning_module import HFCausalLM, MoELanguageModel
+    from lightning_moe_strategy.parallel_dims import ParallelDims
+    from lightning_moe_strategy.strategy import FSDPCPEPStrategy
+
+    __version__: str
+
+__all__ = [
+    "ExpertLoadMonitor",
+    "ExpertPrefetch",
+    "FSDPCPEPStrategy",
+    "HFCausalLM",
+    "MoELanguageModel",
+    "ModelConfig",
+    "ParallelDims",
+    "TextDataModule",
+    "ThroughputMonitor",
+    "ZigZagContextParallel",
+    "__version__",
+]
+
+_HOME = {
+    "ExpertLoadMonitor": "callbacks.expert_load",
+    "ExpertPrefetch": "callbacks.prefetch",
+    "FSDPCPEPStrategy": "strategy",
+    "HFCausalLM": "models.lightning_module",
+    "MoELanguageModel": "models.lightning_module",
+    "ModelConfig": "models.config",
+    "ParallelDims": "parallel_dims",
+    "TextDataModule": "models.data",
+    "ThroughputMonitor": "callbacks.throughput",
+    "ZigZagContextParallel": "callbacks.zigzag",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = import_module("importlib.metadata").version("lightning-moe-strategy")
+    elif name in _HOME:
+        value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_autoload.install()

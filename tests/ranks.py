@@ -59,7 +59,17 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    # As torchrun would: a Trainer in a rank takes the process group that exists.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+        TORCHELASTIC_RUN_ID="tests",
+    )
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )

@@ -1,0 +1,223 @@
+"""Every rank of a cp group reads the same batch; this callback leaves each its zig-zag part of the tokens."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_moe_strategy.context_parallel.batch import (
+    SHIFTED_LABEL_KEYS,
+    Key,
+    MicroBatch,
+    SequenceFields,
+    count_whole,
+    find_sequences,
+    items_of,
+    refuse_what_cannot_be_split,
+    split_items,
+    with_items,
+)
+from lightning_moe_strategy.context_parallel.gather import restore_sequence
+from lightning_moe_strategy.context_parallel.scope import ContextParallel, Shift
+
+
+@runtime_checkable
+class SplitsBatches(Protocol):
+    """What the callback needs of a strategy; ``"fsdp_cp_ep"`` has it."""
+
+    micro_batch: MicroBatch
+
+    @property
+    def context_parallel(self) -> ContextParallel: ...
+
+    def register_batch_transform(self, transform: Callable[[Any, str], Any]) -> None: ...
+
+
+class ZigZagContextParallel(Callback):
+    """Give each rank of a cp group its tokens of every batch, and count them.
+
+    Rank r gets chunks r and ``2 * cp - 1 - r`` of ``2 * cp``, so that causal attention costs every rank the same. The
+    batch keeps its type; a dict-like one gets ``position_ids``. Lengths that ``2 * cp`` does not divide are padded at
+    the end, where nothing sees the padding and no label counts. With cp=1 the batch passes unchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_keys: Sequence[str] | None = None,
+        labels_key: str | None = None,
+        shift: Literal["auto", "model", "module", "none"] = "auto",
+        ignore_index: int = -100,
+        pad_token_id: int = 0,
+        token_wise_modules: Sequence[str] = (),
+        positions: Literal["required", "none"] = "required",
+    ) -> None:
+        """
+        Args:
+            sequence_keys: keys of the tensors [batch, tokens, ...] to split; by default every tensor whose dim 1 is
+                as long as ``input_ids``.
+            labels_key: key of the labels; by default ``labels``, ``shift_labels``, ``targets``, ``target`` or ``y``,
+                and the second part of a tuple.
+            shift: who shifts the labels by one token. "model": a Hugging Face model, in its forward. "module": the
+                LightningModule, as ``logits[:, :-1]`` against ``labels[:, 1:]``. "none": they are targets already.
+                "auto" tells from the key and the model.
+            ignore_index: the label that does not count.
+            pad_token_id: what ``input_ids`` are padded with.
+            token_wise_modules: patterns (``fnmatch``) of block names that mix no tokens.
+            positions: "none" for a model that uses no positions.
+        """
+        for name, value, allowed in (
+            ("shift", shift, ("auto", "model", "module", "none")),
+            ("positions", positions, ("required", "none")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}({value!r}) must be one of {allowed}.")
+        self.sequence_keys = None if sequence_keys is None else tuple(sequence_keys)
+        self.labels_key = labels_key
+        self.shift = shift
+        self.ignore_index, self.pad_token_id = ignore_index, pad_token_id
+        self.token_wise_modules, self.positions = tuple(token_wise_modules), positions
+        self._strategy: SplitsBatches | None = None
+        self._module: nn.Module | None = None
+        self._agreed_stages: set[str] = set()
+        self._said_who_shifts = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: object = trainer.strategy
+        if not isinstance(strategy, SplitsBatches):
+            raise ValueError(
+                f"ZigZagContextParallel needs Trainer(strategy='fsdp_cp_ep'); this one has {type(strategy).__name__}."
+            )
+        self._strategy, self._module = strategy, pl_module
+        self._agreed_stages.clear()
+        strategy.context_parallel.token_wise_modules = self.token_wise_modules
+        strategy.context_parallel.positions_required = self.positions == "required"
+        strategy.register_batch_transform(self.split)
+
+    def split(self, batch: Any, stage: str) -> Any:
+        """This rank's part of ``batch``. ``stage`` is Lightning's: train, validate, sanity_check, test or predict.
+
+        ValueError for a batch that cannot be split exactly; on the first batch of a stage every rank of the world
+        raises it when one does.
+        """
+        strategy = self._attached_to()
+        if strategy.context_parallel.degree == 1:
+            strategy.micro_batch = self._count(batch)
+            return batch
+        items = items_of(batch)
+        fields: SequenceFields | None = None
+        error = ""
+        try:
+            fields = find_sequences(items, sequence_keys=self.sequence_keys, labels_key=self.labels_key)
+            shift = self._who_shifts(fields, stage)
+            refuse_what_cannot_be_split(
+                items,
+                fields,
+                shift=shift,
+                degree=strategy.context_parallel.degree,
+                ignore_index=self.ignore_index,
+            )
+        except ValueError as reason:
+            error = str(reason)
+        if stage not in self._agreed_stages:
+            error = _agree(error, items, strategy.context_parallel)
+            self._agreed_stages.add(stage)
+        if error or fields is None:
+            raise ValueError(error)
+        cp = strategy.context_parallel
+        local, cp.sequence, strategy.micro_batch = split_items(
+            items,
+            fields,
+            shift=shift,
+            degree=cp.degree,
+            rank=cp.rank,
+            ignore_index=self.ignore_index,
+            pad_token_id=self.pad_token_id,
+        )
+        return with_items(batch, local)
+
+    def restore(self, x: Tensor, dim: int = 1) -> Tensor:
+        """An output of the current batch for its whole sequence, in natural order and without padding.
+
+        ``x`` has this rank's tokens along ``dim``; every rank of the cp group calls it. Not differentiable.
+        """
+        cp = self._attached_to().context_parallel
+        if cp.degree == 1:
+            return x
+        sequence = cp.current
+        return restore_sequence(x, dim, sequence.layout, cp.group, num_tokens=sequence.num_tokens)
+
+    def _attached_to(self) -> SplitsBatches:
+        if self._strategy is None:
+            raise RuntimeError("ZigZagContextParallel works once a Trainer has called its setup().")
+        return self._strategy
+
+    def _count(self, batch: Any) -> MicroBatch:
+        """Without cp any batch passes; one without sequences is not counted."""
+        items = items_of(batch)
+        try:
+            fields = find_sequences(items, sequence_keys=self.sequence_keys, labels_key=self.labels_key)
+        except ValueError:
+            return MicroBatch(num_tokens=0, num_loss_tokens=None)
+        return count_whole(items, fields, self._who_shifts(fields, stage="count"), self.ignore_index)
+
+    def _who_shifts(self, fields: SequenceFields, stage: str) -> Shift:
+        key = fields.labels_key
+        if key is None and stage == "train":
+            raise ValueError(
+                "The batch has no labels, and labels must be shifted before the sequence is split. Return a dict with "
+                "'labels' (or targets), a tuple (x, y), or say ZigZagContextParallel(labels_key=...)."
+            )
+        if self.shift != "auto":
+            return self.shift
+        if key is None or key in SHIFTED_LABEL_KEYS or isinstance(key, int):
+            return "none"
+        if self._module is not None and _holds_hugging_face_causal_lm(self._module):
+            return "model"
+        if self._attached_to().context_parallel.degree > 1:
+            raise ValueError(
+                f"{key!r} are labels, but of whom? Say who shifts them: ZigZagContextParallel(shift='module') for "
+                "logits[:, :-1] against labels[:, 1:] in the LightningModule, 'model' inside a model's forward, 'none' "
+                "when they are targets already."
+            )
+        if not self._said_who_shifts:
+            rank_zero_info(f"ZigZagContextParallel takes {key!r} to be shifted by the LightningModule ('module').")
+            self._said_who_shifts = True
+        return "module"
+
+
+def _holds_hugging_face_causal_lm(module: nn.Module) -> bool:
+    """By transformers' own mark: which loss ``labels=`` of a forward leads to."""
+    return any(getattr(part, "loss_type", None) == "ForCausalLM" for part in module.modules())
+
+
+def _agree(error: str, items: Mapping[Key, Any], cp: ContextParallel) -> str:
+    """The first error of any rank of the world, or that the ranks of a cp group read different batches."""
+    cp_group = tuple(dist.get_process_group_ranks(cp.group))
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (error, cp_group, _fingerprint(items)))
+    for rank, (other_error, _, _) in enumerate(answers):
+        if other_error:
+            return str(other_error) if rank == dist.get_rank() else f"On rank {rank}: {other_error}"
+    for rank, (_, group, fingerprint) in enumerate(answers):
+        if fingerprint != answers[group[0]][2]:
+            return (
+                f"Ranks {group[0]} and {rank} share one sequence (cp={cp.degree}) but read different batches. A "
+                "sampler of your own must take num_replicas and rank from strategy.distributed_sampler_kwargs, and "
+                "augmentation must not differ between the ranks of a cp group."
+            )
+    return ""
+
+
+def _fingerprint(items: Mapping[Key, Any]) -> str:
+    digest = hashlib.sha256()
+    for key, item in items.items():
+        digest.update(repr(key).encode())
+        if isinstance(item, Tensor):
+            digest.update(repr((item.shape, item.dtype)).encode())
+            digest.update(item.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

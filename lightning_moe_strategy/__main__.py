@@ -1,0 +1,53 @@
+"""``lightning-moe``, the same program as ``python -m lightning_moe_strategy``. Help needs no torch."""
+
+import sys
+
+HELP = """\
+usage: lightning-moe COMMAND [options]
+
+Train mixture-of-experts models with FSDP x CP x EP on Lightning.
+
+commands:
+  fit        train              lightning-moe fit --config configs/tiny_cpu.yaml
+  validate   evaluate on the validation data
+  test       evaluate on the test data
+  predict    run the model on the prediction data
+  demo       train a small mixture of experts on four CPU processes; run again, it resumes
+
+options:
+  --help     this page; 'lightning-moe fit --help' lists every option of a command
+  --version  the version
+
+Configurations are LightningCLI files: trainer, model and data, each given by class_path and init_args.
+"""
+
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("lightning-moe-strategy"))
+        return 0
+    if arguments[0] in TRAINER_COMMANDS:
+        from lightning_moe_strategy.cli.training import run
+
+        run(arguments)
+        return 0
+    if arguments[0] == "demo":
+        from lightning_moe_strategy.cli.demo import run_demo
+
+        run_demo(arguments[1:])
+        return 0
+    commands = ", ".join((*TRAINER_COMMANDS, "demo"))
+    print(f"lightning-moe: command({arguments[0]!r}) must be one of {commands}.", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

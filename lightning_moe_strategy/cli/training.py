@@ -1,0 +1,45 @@
+"""fit, validate, test and predict from a YAML file: LightningCLI with models built on the meta device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_moe_strategy._lightning_compat import CLIInstantiator, LightningCLI, LightningModule
+from lightning_moe_strategy.strategy import FSDPCPEPStrategy
+
+_CLASS_PATHS = ("lightning_moe_strategy.FSDPCPEPStrategy", "lightning_moe_strategy.strategy.FSDPCPEPStrategy")
+
+
+class MoELightningCLI(LightningCLI):
+    """LightningCLI whose model takes no memory before it is sharded.
+
+    LightningCLI builds the model before the Trainer. Under the strategy it is built on the meta device, so that a
+    trillion parameters never lie whole on any rank; the strategy initialises the shards.
+    """
+
+    def before_instantiate_classes(self) -> None:
+        build = CLIInstantiator(cli=self, key="model")
+
+        def build_on_meta(model_class: type[LightningModule], *args: Any, **kwargs: Any) -> Any:
+            with torch.device("meta"):
+                return build(model_class, *args, **kwargs)
+
+        if self._uses_strategy():
+            self.parser.add_instantiator(build_on_meta, LightningModule, subclasses=True, prepend=True)
+
+    def _uses_strategy(self) -> bool:
+        strategy = self._get(self.config, "trainer").strategy
+        if isinstance(strategy, str):
+            return strategy.lower() == FSDPCPEPStrategy.strategy_name
+        return getattr(strategy, "class_path", None) in _CLASS_PATHS
+
+
+def run(arguments: Sequence[str]) -> MoELightningCLI:
+    """Parse the arguments of one command and run it; the finished CLI holds trainer, model and datamodule."""
+    return MoELightningCLI(
+        args=list(arguments),
+        trainer_defaults={"strategy": FSDPCPEPStrategy.strategy_name},
+        save_config_kwargs={"overwrite": True},
+        auto_configure_optimizers=False,
+    )

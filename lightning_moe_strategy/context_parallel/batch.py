@@ -1,0 +1,260 @@
+"""One batch, as every rank of a cp group read it, cut down to what this rank owns.
+
+Positions are counted, labels shifted and the end padded on the whole sequence, before anything is cut: a rank's
+tokens are not consecutive.
+
+Shapes: B batch, S tokens of the whole sequence, L tokens of this rank (padding and dummy included).
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_moe_strategy.context_parallel.layout import SequenceLayout, take_segments, zigzag
+from lightning_moe_strategy.context_parallel.scope import LocalSequence, Shift
+
+Key = str | int
+"""A key of a dict-like batch, or an index into a tuple or list."""
+
+_TOKEN_KEYS = ("input_ids", "inputs_embeds")
+SHIFTED_LABEL_KEYS = ("shift_labels", "targets", "target", "y")
+"""Keys that hold, for every token, what is to be predicted there: nothing is left to shift."""
+_DOCUMENT_KEYS = re.compile(r"cu_seq_?lens|seq_idx|(doc|document|segment|sequence)_ids?$|max_length_[qk]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What this rank holds of one micro-batch, in the unit that work and losses are counted in."""
+
+    num_tokens: int
+    """Tokens of this rank; padding that was added by the split does not count."""
+
+    num_loss_tokens: Tensor | None
+    """Labels of this rank that count, after the shift: int64, 0-dim, on the batch's device. None without labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceFields:
+    """Where a batch keeps its sequences."""
+
+    keys: tuple[Key, ...]
+    """Every tensor with the sequence along dim 1."""
+
+    labels_key: Key | None
+    batch_size: int
+    num_tokens: int
+    device: torch.device
+
+
+def items_of(batch: Any) -> dict[Key, Any]:
+    """A batch's parts by key: of a dict, a BatchEncoding, a tuple, a list; a single tensor has the key 0."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple | list):
+        return dict(enumerate(batch))
+    return {0: batch}
+
+
+def with_items(batch: Any, items: Mapping[Key, Any]) -> Any:
+    """A batch of the same type with these parts."""
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)
+        changed.update(items)
+        return changed
+    if isinstance(batch, tuple | list):
+        values = [items[index] for index in range(len(items))]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return items[0]
+
+
+def find_sequences(
+    items: Mapping[Key, Any], *, sequence_keys: tuple[str, ...] | None, labels_key: str | None
+) -> SequenceFields:
+    """The sequences among a batch's parts. ValueError when there is none."""
+    tensors = {key: item for key, item in items.items() if isinstance(item, Tensor) and item.dim() >= 2}
+    missing = [key for key in (*(sequence_keys or ()), *([labels_key] if labels_key else ())) if key not in tensors]
+    if missing:
+        raise ValueError(f"The batch has no tensor [batch, tokens, ...] under {missing}; it has {_shapes(items)}.")
+    labels = labels_key if labels_key is not None else _labels_key(items)
+    first = next(iter(sequence_keys or [key for key in _TOKEN_KEYS if key in tensors] or tensors), None)
+    if first is None:
+        raise ValueError(
+            f"No tensor of the batch is [batch, tokens, ...]; it has {_shapes(items)}. Return token ids as a tensor "
+            "with two dims, or choose cp=1."
+        )
+    batch_size, num_tokens = tensors[first].shape[:2]
+    keys: tuple[Key, ...] = sequence_keys or tuple(key for key, x in tensors.items() if x.shape[1] == num_tokens)
+    known: list[Key] = ["position_ids", "attention_mask", *([] if labels is None else [labels])]
+    always = [key for key in known if isinstance(items.get(key), Tensor)]
+    return SequenceFields(
+        keys=tuple(dict.fromkeys([*keys, *always])),
+        labels_key=labels,
+        batch_size=batch_size,
+        num_tokens=num_tokens,
+        device=tensors[first].device,
+    )
+
+
+def count_whole(items: Mapping[Key, Any], fields: SequenceFields, shift: Shift, ignore_index: int) -> MicroBatch:
+    """The counts of a batch that is not split. Labels that are not one per token are not counted."""
+    labels = None if fields.labels_key is None else items[fields.labels_key]
+    if labels is not None and labels.shape[:2] != (fields.batch_size, fields.num_tokens):
+        labels = None
+    if labels is not None and shift != "none":
+        labels = labels[:, 1:]
+    return MicroBatch(
+        num_tokens=fields.batch_size * fields.num_tokens,
+        num_loss_tokens=None if labels is None else (labels != ignore_index).sum(),
+    )
+
+
+def split_items(
+    items: Mapping[Key, Any],
+    fields: SequenceFields,
+    *,
+    shift: Shift,
+    degree: int,
+    rank: int,
+    ignore_index: int,
+    pad_token_id: int,
+) -> tuple[dict[Key, Any], LocalSequence, MicroBatch]:
+    """This rank's part of a batch's items, of its sequence, and its counts.
+
+    A dict-like batch gets ``position_ids``. With ``shift="module"`` every rank holds one dummy token at its end and
+    its labels begin with ``ignore_index``, so that the module's own ``logits[:, :-1]`` against ``labels[:, 1:]``
+    pairs every token with its globally next one.
+    """
+    num_padding = -fields.num_tokens % (2 * degree)
+    layout = zigzag(fields.num_tokens + num_padding, degree)
+    tail = 1 if shift == "module" else 0
+    position_ids = items.get("position_ids")
+    if position_ids is None:
+        position_ids = torch.arange(fields.num_tokens, device=fields.device).expand(fields.batch_size, -1)
+    # Padding and dummies repeat the last position: nobody sees them, and a table of positions need not grow.
+    position_ids_BL = _own(position_ids, layout, rank, num_padding, tail, fill=None)
+
+    local = dict(items)
+    for key in fields.keys:
+        is_labels = key == fields.labels_key or key == "labels"
+        fill = ignore_index if is_labels else pad_token_id if key in ("input_ids", 0) else 0
+        local[key] = _own(items[key], layout, rank, num_padding, tail, fill=fill)
+    if all(isinstance(key, str) for key in items):
+        local["position_ids"] = position_ids_BL
+
+    shifted_BL = None
+    if fields.labels_key is not None:
+        labels = items[fields.labels_key]
+        shifted = labels if shift == "none" else _shifted(labels, ignore_index)
+        shifted_BL = _own(shifted, layout, rank, num_padding, 0, fill=ignore_index)
+        if shift == "module":
+            local[fields.labels_key] = torch.cat([_filler(shifted_BL, 1, ignore_index), shifted_BL], 1)
+    sequence = LocalSequence(
+        layout=layout.with_tail_token() if tail else layout,
+        num_tokens=fields.num_tokens,
+        position_ids_BL=position_ids_BL,
+        shift=shift,
+        shift_labels_BL=shifted_BL if shift == "model" else None,
+        attention_mask_BL=local.get("attention_mask"),
+    )
+    counts = MicroBatch(
+        num_tokens=fields.batch_size * layout.num_owned_before(fields.num_tokens, rank),
+        num_loss_tokens=None if shifted_BL is None else (shifted_BL != ignore_index).sum(),
+    )
+    return local, sequence, counts
+
+
+def refuse_what_cannot_be_split(
+    items: Mapping[Key, Any], fields: SequenceFields, *, shift: Shift, degree: int, ignore_index: int
+) -> None:
+    """ValueError for a batch whose split would not be exact."""
+    unequal = {
+        key: items[key] for key in fields.keys if items[key].dim() < 2 or items[key].shape[1] != fields.num_tokens
+    }
+    if unequal:
+        raise ValueError(
+            f"The sequence has {fields.num_tokens} tokens, but the batch has {_shapes(unequal)}. What belongs to the "
+            "sequence must be [batch, tokens, ...]; name it in ZigZagContextParallel(sequence_keys=[...])."
+        )
+    if fields.num_tokens < 2 * degree:
+        raise ValueError(
+            f"The sequence has {fields.num_tokens} tokens, fewer than 2 * cp({degree}) = {2 * degree} chunks. Use "
+            "longer sequences or a smaller cp."
+        )
+    documents = [key for key in items if isinstance(key, str) and _DOCUMENT_KEYS.search(key)]
+    if documents:
+        raise ValueError(
+            f"The batch marks packed documents ({', '.join(documents)}); cp > 1 attends over the whole sequence and "
+            "would leak between them. Give one document per row, or choose cp=1."
+        )
+    mask = items.get("attention_mask")
+    if isinstance(mask, Tensor):
+        if mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; cp > 1 takes [batch, tokens] with padding on the "
+                "right, or no mask."
+            )
+        _refuse_mask(mask.bool(), items, fields, shift, ignore_index)
+    if isinstance(items.get("position_ids"), Tensor):
+        _refuse_positions(items["position_ids"], mask)
+
+
+def _refuse_mask(
+    mask_BS: Tensor, items: Mapping[Key, Any], fields: SequenceFields, shift: Shift, ignore_index: int
+) -> None:
+    if bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask has a hole or padding on the left; with cp > 1 no mask reaches the attention. Pad on the "
+            "right (tokenizer.padding_side='right')."
+        )
+    if fields.labels_key is None:
+        return
+    labels = items[fields.labels_key]
+    counts = (labels if shift == "none" else _shifted(labels, ignore_index)) != ignore_index
+    if bool(counts[~mask_BS].any()):
+        raise ValueError(
+            f"Labels under {fields.labels_key!r} count at tokens that attention_mask hides. Set them to "
+            f"ignore_index({ignore_index})."
+        )
+
+
+def _refuse_positions(position_ids: Tensor, mask_BS: Tensor | None) -> None:
+    jumps = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if mask_BS is not None:
+        jumps = jumps & mask_BS[:, 1:].bool()
+    if bool(jumps.any()):
+        raise ValueError(
+            "position_ids do not count up by one along the sequence: packed documents? cp > 1 attends over the whole "
+            "sequence and would leak between them. Give one document per row, or choose cp=1."
+        )
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """What each token is to predict: the label of the next one."""
+    return torch.cat([labels[:, 1:], _filler(labels, 1, ignore_index)], 1)
+
+
+def _own(x: Tensor, layout: SequenceLayout, rank: int, num_padding: int, tail: int, *, fill: int | None) -> Tensor:
+    """This rank's tokens of ``x`` after padding and before ``tail`` dummies; ``fill`` None repeats the last token."""
+    padded = torch.cat([x, _filler(x, num_padding, fill)], 1) if num_padding else x
+    own = take_segments(padded, 1, layout.segments[rank])
+    return torch.cat([own, _filler(x, tail, fill)], 1) if tail else own.contiguous()
+
+
+def _filler(x: Tensor, length: int, fill: int | None) -> Tensor:
+    last = x[:, -1:].expand(-1, length, *x.shape[2:])
+    return last if fill is None else torch.full_like(last, fill)
+
+
+def _labels_key(items: Mapping[Key, Any]) -> Key | None:
+    names: Iterator[Key] = (key for key in (*SHIFTED_LABEL_KEYS, "labels", 1) if isinstance(items.get(key), Tensor))
+    return next(names, None)
+
+
+def _shapes(items: Mapping[Key, Any]) -> str:
+    parts = [f"{key!r}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for key, x in items.items()]
+    return "{" + ", ".join(parts) + "}"

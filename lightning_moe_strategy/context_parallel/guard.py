@@ -1,0 +1,100 @@
+"""The check of a stage's first step: is every attention call taken over, are positions and labels read?
+
+Under context parallel a plain attention call sees this rank's tokens only and returns a plausible wrong
+result.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+OTHER_ATTENTION: Mapping[object, str] = {
+    F.multi_head_attention_forward: "torch.nn.MultiheadAttention",
+    torch._native_multi_head_attention: "torch.nn.MultiheadAttention",
+    torch._transformer_encoder_layer_fwd: "torch.nn.TransformerEncoderLayer",
+    torch.ops.higher_order.flex_attention: "flex_attention",
+}
+"""Attention that cannot be taken over, by the function that torch calls for it."""
+
+
+class FirstStepGuard(TorchFunctionMode):
+    """Sees every torch function of one step."""
+
+    def __init__(self, degree: int, position_ids_BL: Tensor, shift_labels_BL: Tensor | None) -> None:
+        super().__init__()
+        self.degree = degree
+        self.position_ids_BL, self.shift_labels_BL = position_ids_BL, shift_labels_BL
+        self.position_ids_were_read = False
+        self.shift_labels_were_read = False
+        self.blocks_with_attention: set[str] = set()
+        self.token_wise_depth = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = "F.scaled_dot_product_attention" if func is F.scaled_dot_product_attention else None
+        name = name or OTHER_ATTENTION.get(func)
+        if name and not self.token_wise_depth:
+            raise RuntimeError(
+                f"{name} was called outside of every adapted block. With cp={self.degree} it would attend to this "
+                "rank's tokens only. Make the module that calls it an item of a ModuleList of blocks; if it mixes no "
+                "tokens, name its block in ZigZagContextParallel(token_wise_modules=[...])."
+            )
+        result = func(*args, **(kwargs or {}))
+        # A new tensor, or nothing was computed: FSDP asks every input for its dtype and device.
+        if isinstance(result, Tensor):
+            for argument in _tensors(args, kwargs):
+                if argument is self.position_ids_BL and argument is not result:
+                    self.position_ids_were_read = True
+                if argument is self.shift_labels_BL and argument is not result:
+                    self.shift_labels_were_read = True
+        return result
+
+    @contextmanager
+    def token_wise_block(self) -> Iterator[None]:
+        """Around a block that mixes no tokens: it may call any attention, over whatever is not the sequence."""
+        self.token_wise_depth += 1
+        try:
+            yield
+        finally:
+            self.token_wise_depth -= 1
+
+    def check(self, blocks: set[str], *, positions_required: bool) -> None:
+        """RuntimeError for what a complete step must have done and this one has not."""
+        silent = sorted(blocks - self.blocks_with_attention)
+        if silent:
+            raise RuntimeError(
+                f"No attention call was taken over in {', '.join(silent)}. With cp={self.degree} whatever mixes "
+                "tokens there sees this rank's only. Use F.scaled_dot_product_attention(is_causal=True) or a Hugging "
+                "Face model; if these modules mix no tokens, say so: "
+                f"ZigZagContextParallel(token_wise_modules={silent!r})."
+            )
+        if positions_required and not self.position_ids_were_read:
+            raise RuntimeError(
+                f"The step never read the position ids. With cp={self.degree} a rank's tokens are not consecutive, so "
+                "positions counted from 0 are wrong. Pass batch['position_ids'] (or "
+                "trainer.strategy.context_parallel.current.position_ids_BL) to the model; if it has no positions, say "
+                "so: ZigZagContextParallel(positions='none')."
+            )
+        if self.shift_labels_BL is not None and not self.shift_labels_were_read:
+            raise RuntimeError(
+                "The labels were split for a model that shifts them inside its forward (shift='model'), but no "
+                "Hugging Face loss read them. Pass labels= to the model, or say who shifts: "
+                "ZigZagContextParallel(shift='module') for logits[:, :-1] against labels[:, 1:], 'none' for targets."
+            )
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Iterator[Tensor]:
+    for value in (*args, *(kwargs or {}).values()):
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, Tensor):
+                yield item

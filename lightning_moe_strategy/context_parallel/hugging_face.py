@@ -1,0 +1,192 @@
+"""Context parallel for Hugging Face models, through what transformers offers for it and nothing patched.
+
+Three hooks of transformers carry it: an attention function in its registry, a ``cache`` argument whose
+``update`` gathers instead of remembering, and a forward pre-hook that hands over positions and labels. Masks
+stay away because the attention function's name is absent from the mask registry.
+
+Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, H query heads, G key heads, D and E
+channels.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightning_moe_strategy.context_parallel.gather import gather_sequence
+from lightning_moe_strategy.context_parallel.hugging_face_limits import (
+    refuse_call,
+    refuse_inputs,
+    refuse_model,
+)
+from lightning_moe_strategy.context_parallel.scope import ContextParallel
+from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+
+ATTENTION = "fsdp_cp_ep"
+"""Name of the attention function in transformers' registry."""
+
+_SITE = "_context_parallel_site"
+_INPUTS = "_context_parallel_inputs"
+
+
+def adapt_pretrained_model(
+    model: PreTrainedModel, name: str, block_of: Mapping[nn.Module, str], cp: ContextParallel
+) -> None:
+    """Let an unchanged Hugging Face causal model work on this rank's part of every sequence.
+
+    ``model`` is an outermost one, called ``name`` in the module tree; ``block_of`` names the block that
+    holds a module. ValueError for what cannot be split exactly, naming the module and its setting. May be
+    called again.
+    """
+    refuse_model(model, name)
+    # The class, not an instance, carries the registry: every family sees the name.
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+    model.set_attn_implementation(ATTENTION)
+    latent_layers: set[int] = set()
+    for path, module in model.named_modules():
+        where = block_of.get(module, f"{name}.{path}" if path else name)
+        if isinstance(module, PreTrainedModel):
+            _refuse_if_without_registry(module, where)
+            _hook_inputs(module, _GatheringCache(cp, latent_layers), cp)
+        elif isinstance(module, GradientCheckpointingLayer):
+            # Our cache remembers nothing, so a recompute may call it a second time.
+            module._can_checkpoint_with_cache = True
+        module.__dict__[_SITE] = _Site(where, cp)
+        if _is_latent_attention(module):
+            latent_layers.add(int(module.layer_idx))
+
+
+class _Site:
+    """What the attention function has to know about the module that calls it."""
+
+    def __init__(self, block: str, cp: ContextParallel) -> None:
+        self.block, self.cp = block, cp
+
+
+class _GatheringCache:
+    """Stands where a model expects its key-value cache; holds nothing.
+
+    Latent attention passes its latent and rope key before it expands them: the smallest thing that
+    determines keys and values, and what is gathered. Other layers' keys and values pass unchanged; the
+    attention function gathers.
+    """
+
+    is_compileable = False
+
+    def __init__(self, cp: ContextParallel, latent_layers: set[int]) -> None:
+        self.cp, self.latent_layers = cp, latent_layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx not in self.latent_layers:
+            return key_states, value_states
+        layout, group = self.cp.layout, self.cp.group
+        return (
+            gather_sequence(key_states, 2, layout, group),
+            gather_sequence(value_states, 2, layout, group),
+        )
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+
+class _Inputs:
+    """The forward pre-hook: what a rank's part of the sequence adds to, or takes from, a model's arguments."""
+
+    def __init__(self, names: tuple[str, ...], cache: _GatheringCache, cp: ContextParallel) -> None:
+        self.names, self.cache, self.cp = names, cache, cp
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if isinstance(inputs.get("cache"), _GatheringCache):
+            return (), inputs  # an inner model: its outer one was here
+        sequence = self.cp.current
+        refuse_inputs(module, inputs, sequence)
+        ours = {"cache": self.cache, "use_cache": False, "attention_mask": None}
+        inputs |= {name: value for name, value in ours.items() if name in self.names}
+        if "position_ids" in self.names:
+            inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
+            self.cp.note_positions()
+        if inputs.get("labels") is not None and inputs.get("shift_labels") is None:
+            inputs["shift_labels"] = sequence.shift_labels_BL
+        return (), inputs
+
+    def _position_ids(self, inputs: dict[str, Any], model: str) -> Tensor:
+        """The caller's, or those of this rank's tokens."""
+        embeds, given = inputs.get("inputs_embeds"), inputs.get("position_ids")
+        tokens: Tensor = inputs["input_ids"] if embeds is None else embeds
+        ours = self.cp.current.position_ids_BL[:, : tokens.shape[1]]
+        if given is None:
+            return ours
+        if self.cp.guard is not None and bool((given != ours).any()):
+            raise ValueError(
+                f"{model} was given position_ids that are not those of this rank's tokens (counted from 0?). Pass "
+                "batch['position_ids'], or none."
+            )
+        assert isinstance(given, Tensor)
+        return given
+
+
+def _hook_inputs(module: PreTrainedModel, cache: _GatheringCache, cp: ContextParallel) -> None:
+    inputs = module.__dict__.get(_INPUTS)
+    if inputs is None:
+        names = tuple(inspect.signature(module.forward).parameters)
+        inputs = module.__dict__[_INPUTS] = _Inputs(names, cache, cp)
+        module.register_forward_pre_hook(inputs, with_kwargs=True)
+    inputs.cache, inputs.cp = cache, cp
+
+
+def _attention(
+    module: nn.Module,
+    query_BHLD: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Signature and result, [B, L, H, E], of transformers' attention functions. ``key`` has G heads, L or S tokens."""
+    site: _Site | None = module.__dict__.get(_SITE)
+    if site is None:
+        raise RuntimeError(
+            f"{type(module).__name__} asks for attention {ATTENTION!r} but was not adapted. Use model."
+            "set_attn_implementation('sdpa') outside of a Trainer with strategy 'fsdp_cp_ep'."
+        )
+    cp = site.cp
+    num_tokens = cp.current.num_tokens
+    refuse_call(
+        site.block, module, num_tokens, mask=attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs
+    )
+    cp.note_attention(site.block)
+    if _is_latent_attention(module):
+        if key.shape[2] == query_BHLD.shape[2]:
+            raise RuntimeError(
+                f"{site.block} expanded this rank's latents only: the argument cache= of its model was lost on the "
+                "way. Call the model itself, not its layers."
+            )
+        out = causal_attention_on_gathered(query_BHLD, key, value, layout=cp.layout, rank=cp.rank, scale=scaling)
+    else:
+        out = causal_attention(query_BHLD, key, value, layout=cp.layout, group=cp.group, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _is_latent_attention(module: nn.Module) -> bool:
+    return callable(getattr(module, "expand_kv", None))
+
+
+def _refuse_if_without_registry(model: PreTrainedModel, where: str) -> None:
+    if model.config._attn_implementation != ATTENTION:
+        raise ValueError(
+            f"{where} ({type(model).__name__}) does not take its attention from transformers' registry "
+            f"(it stays at {model.config._attn_implementation!r}). Choose cp=1, or a model that supports "
+            "set_attn_implementation."
+        )

@@ -1,0 +1,155 @@
+"""What of a Hugging Face model context parallel cannot express exactly. Each is refused with the setting to change.
+
+Known before the first batch: the model's settings. Known at a forward: its arguments. Known at an attention
+call: what that layer asks of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lightning_moe_strategy.context_parallel.scope import LocalSequence
+
+_AUX_LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
+_LAYERS_WITH_CAUSAL_SOFTMAX = ("full_attention", "attention", "sliding_attention")
+_UNSUPPORTED_OPTIONS = {
+    "s_aux": "attention sinks",
+    "indices": "a sparse choice of keys",
+    "softcap": "a cap on attention scores",
+    "cu_seq_lens_q": "packed documents",
+    "cu_seq_lens_k": "packed documents",
+    "seq_idx": "packed documents",
+    "position_bias": "a bias on attention scores",
+}
+
+
+def refuse_model(model: PreTrainedModel, name: str) -> None:
+    """ValueError for a setting of the model that a split sequence would make wrong."""
+    for config in _configs(model.config):
+        _refuse_config(config, f"{name} ({type(config).__name__})")
+    for path, module in model.named_modules():
+        _refuse_module(module, f"{name}.{path}" if path else name)
+
+
+def refuse_inputs(model: nn.Module, inputs: Mapping[str, Any], sequence: LocalSequence) -> None:
+    """ValueError for arguments of a model's forward that a rank's part of a sequence cannot honour."""
+    where = type(model).__name__
+    for key in ("cache", "past_key_values"):
+        if inputs.get(key) is not None:
+            raise ValueError(f"{where} was given {key}: generation with a cache needs the whole sequence. Use cp=1.")
+    config: Any = model.config
+    if inputs.get("output_router_logits"):
+        _refuse_aux_loss(config.get_text_config(), where)
+    mask = inputs.get("attention_mask")
+    # The mask of the batch was checked on the whole sequence; any other is a part that cannot be judged alone.
+    if mask is not None and mask is not sequence.attention_mask_BL and not bool(torch.all(mask == 1)):
+        raise ValueError(
+            f"{where} was given an attention_mask of its own making. Put the mask into the batch, as "
+            "'attention_mask' [batch, tokens], so that it is checked on the whole sequence before it is split."
+        )
+    if inputs.get("labels") is not None and inputs.get("shift_labels") is None and sequence.shift != "model":
+        raise ValueError(
+            f"{where} was given labels, which it shifts inside its forward, but the batch was split for "
+            f"shift={sequence.shift!r}. Say ZigZagContextParallel(shift='model'), or compute the loss yourself."
+        )
+    _refuse_window(where, getattr(config.get_text_config(), "sliding_window", None), config, sequence.num_tokens)
+
+
+def refuse_call(
+    where: str,
+    module: nn.Module,
+    num_tokens: int,
+    *,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    options: Mapping[str, Any],
+) -> None:
+    """ValueError for what one layer asks of its attention."""
+    remedy = "Choose a model without it, or cp=1."
+    if mask is not None:
+        raise ValueError(f"{where} builds an attention mask of shape {tuple(mask.shape)}. {remedy}")
+    if dropout > 0.0:
+        raise ValueError(f"{where} has attention dropout({dropout}) > 0. Set attention_dropout=0.0 in its config.")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        raise ValueError(f"{where} attends in both directions (is_causal=False). {remedy}")
+    for option, meaning in _UNSUPPORTED_OPTIONS.items():
+        if options.get(option) is not None:
+            raise ValueError(f"{where} uses {meaning} ({option}), which cp > 1 does not support. {remedy}")
+    window = options.get("sliding_window")
+    if window is not None and window < num_tokens:
+        raise ValueError(_window_message(where, window, num_tokens))
+
+
+def _refuse_config(config: PreTrainedConfig, where: str) -> None:
+    unsupported = set(getattr(config, "layer_types", None) or ()) - set(_LAYERS_WITH_CAUSAL_SOFTMAX)
+    if unsupported:
+        raise ValueError(
+            f"{where} has layer_types {sorted(unsupported)}; cp > 1 supports causal softmax attention. Choose cp=1."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{where} has is_encoder_decoder=True: cross attention cannot be split. Choose cp=1.")
+    if getattr(config, "output_router_logits", False):
+        _refuse_aux_loss(config, where)
+    if getattr(config, "index_topk", None) is not None:
+        raise ValueError(f"{where} has index_topk({config.index_topk}): sparse attention (DSA). Choose cp=1.")
+    for kind in _rope_types(config):
+        # Their frequencies follow the longest position a rank sees, and ranks see different ones.
+        if "dynamic" in kind or kind == "longrope":
+            raise ValueError(f"{where} has rope_type {kind!r}, which depends on the length. Use 'yarn' or 'linear'.")
+
+
+def _refuse_aux_loss(config: PreTrainedConfig, where: str) -> None:
+    for name in _AUX_LOSS_COEFFICIENTS:
+        coefficient = getattr(config, name, 0.0) or 0.0
+        if coefficient > 0.0:
+            raise ValueError(
+                f"{where} adds a router loss ({name}={coefficient} with output_router_logits=True), whose statistic "
+                f"over a part of the sequence is not a part of the statistic. Set output_router_logits=False."
+            )
+
+
+def _refuse_module(module: nn.Module, where: str) -> None:
+    dropout = getattr(module, "attention_dropout", 0.0)
+    dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+    if isinstance(dropout, float | int) and dropout > 0.0:
+        raise ValueError(f"{where} has attention_dropout({dropout}) > 0. Set attention_dropout=0.0 in its config.")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{where} has is_causal=False: it attends in both directions. Choose cp=1.")
+    if getattr(module, "sinks", None) is not None:
+        raise ValueError(f"{where} has attention sinks, which cp > 1 does not support. Choose cp=1.")
+    if "Indexer" in type(module).__name__:
+        raise ValueError(f"{where} ({type(module).__name__}) chooses keys: sparse attention (DSA). Choose cp=1.")
+    if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        raise ValueError(f"{where} is a convolution over tokens (linear attention?). Choose cp=1.")
+
+
+def _refuse_window(where: str, window: int | None, config: PreTrainedConfig, num_tokens: int) -> None:
+    used = getattr(config.get_text_config(), "use_sliding_window", True)
+    if window is not None and used and window < num_tokens:
+        raise ValueError(_window_message(where, window, num_tokens))
+
+
+def _window_message(where: str, window: int, num_tokens: int) -> str:
+    return (
+        f"{where} has sliding_window({window}) smaller than the sequence({num_tokens} tokens); cp > 1 supports full "
+        "causal attention. Set sliding_window=None in its config, or shorten the sequences."
+    )
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for name in config.sub_configs:
+        sub_config = getattr(config, name, None)
+        if sub_config is not None:
+            yield from _configs(sub_config)
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for entry in (parameters, *parameters.values()):
+        if isinstance(entry, dict) and "rope_type" in entry:
+            yield str(entry["rope_type"])

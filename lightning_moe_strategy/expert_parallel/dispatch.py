@@ -1,0 +1,240 @@
+"""Take rows to the ranks that hold their experts, and the results back.
+
+Shapes: T tokens of this rank, K experts per token, D hidden size, E experts in all, L experts of this rank,
+P ranks of the ep group, R rows this rank computes. Rank r owns the experts ``r * L`` to ``(r + 1) * L - 1``.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_moe_strategy.collectives import all_to_all_rows
+from lightning_moe_strategy.kernels.routing import Routing, gather_rows, sort_by_expert, sum_rows
+
+AssumedRouting = Literal["balanced", "worst"]
+
+
+@dataclass(kw_only=True)
+class Exchange:
+    """Who sends how many rows to whom, and how the received ones are sorted by expert."""
+
+    num_sent: list[int]
+    """Rows to each rank of the group."""
+    num_received: list[int]
+    """Rows from each rank of the group."""
+    offsets_L: Tensor
+    arrival_of_row_R: Tensor
+    row_of_arrival_R1: Tensor
+    ticket: Tensor | None = None
+    """An empty tensor that ties the exchanges of one forward together; see `_Exchange`."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """What `dispatch` and `combine` of one forward share: index tensors, and split sizes on the host."""
+
+    routing: Routing
+    exchange: Exchange | None = None
+    """None where every expert is on this rank."""
+
+    @property
+    def token_of_row_R(self) -> Tensor | None:
+        """The token each computed row is a copy of, where that token is on this rank."""
+        return self.routing.token_of_row_R if self.exchange is None else None
+
+
+class EPDispatcher(Protocol):
+    """Brings rows to experts. All dispatchers agree bitwise in FP32 at the same ep.
+
+    Probabilities travel with the rows, in FP32, so that the expert applies them and a row comes back final.
+    Rows arrive sorted by local expert and, within one, by (source rank, token, k). A token's K results are
+    added in FP32, k ascending, and cast once. Every collective is called by every rank, forward and backward,
+    whatever the routing.
+    """
+
+    num_experts: int
+    num_local_experts: int
+
+    def plan(self, expert_ids_TK: Tensor) -> Plan:
+        """Where every row goes. ``expert_ids_TK``: integers in [0, num_experts)."""
+        ...
+
+    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """``rows_RD``, ``probs_R`` (FP32) and ``offsets_L`` (int32, end of each local expert's rows)."""
+        ...
+
+    def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
+        """``y_TD``: the sum of each token's K rows."""
+        ...
+
+
+class LocalDispatcher:
+    """All experts on this rank: a sort and no communication."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = self.num_local_experts = num_experts
+
+    def plan(self, expert_ids_TK: Tensor) -> Plan:
+        return Plan(routing=sort_by_expert(expert_ids_TK, self.num_experts))
+
+    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        rows_RD, probs_R1 = _sorted_by_expert(x_TD, probs_TK, plan.routing)
+        return rows_RD, probs_R1.squeeze(1), plan.routing.offsets_E
+
+    def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
+        return sum_rows(rows_RD, plan.routing.token_of_row_R, plan.routing.row_of_slot_TK)
+
+
+class AllToAllDispatcher:
+    """Experts spread over a group: one all-to-all of counts, one host sync, then rows out and results back.
+
+    Args:
+        num_experts: of the whole layer; the group's size must divide it.
+        group: the ranks of the ep axis.
+        assumed_routing: take split sizes from the shapes instead of the ids, for a simulation on a fake
+            process group: ``"balanced"`` receives T*K rows, ``"worst"`` all that P ranks of T tokens can send.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        assumed_routing: AssumedRouting | None = None,
+    ) -> None:
+        self.num_ranks = group.size()
+        if num_experts % self.num_ranks:
+            raise ValueError(
+                f"ep({self.num_ranks}) must divide num_experts({num_experts}): every rank holds as many experts "
+                f"as the next. Choose an ep among the divisors of {num_experts}."
+            )
+        if assumed_routing is not None and dist.get_backend(group) != "fake":
+            raise ValueError(
+                f"assumed_routing({assumed_routing!r}) sends rows where no expert expects them: it is for the "
+                f"backend 'fake', and this group has {dist.get_backend(group)!r}. Leave it None."
+            )
+        self.num_experts, self.num_local_experts = num_experts, num_experts // self.num_ranks
+        self.group, self.assumed_routing = group, assumed_routing
+
+    def plan(self, expert_ids_TK: Tensor) -> Plan:
+        routing = sort_by_expert(expert_ids_TK, self.num_experts)
+        if self.assumed_routing is not None:
+            num_sent, received = _assumed_counts(
+                self.assumed_routing, expert_ids_TK.shape, self.num_ranks, self.num_local_experts
+            )
+            received_PL = torch.tensor(received, dtype=torch.int32, device=expert_ids_TK.device)
+            num_received = [sum(from_rank) for from_rank in received]
+        else:
+            sent_E = routing.offsets_E.diff(prepend=routing.offsets_E.new_zeros(1))
+            counts = [self.num_local_experts] * self.num_ranks
+            received_PL = all_to_all_rows(sent_E, counts, counts, self.group).view(self.num_ranks, -1)
+            # The layer's one host sync: a collective wants its split sizes on the host.
+            num_sent, num_received = torch.stack([sent_E.view(self.num_ranks, -1).sum(1), received_PL.sum(1)]).tolist()
+            if sum(num_sent) != expert_ids_TK.numel():
+                raise ValueError(
+                    f"{expert_ids_TK.numel() - sum(num_sent)} of {expert_ids_TK.numel()} expert ids are not "
+                    f"below num_experts({self.num_experts}): the router must return ids of this layer's experts."
+                )
+        return Plan(routing=routing, exchange=_exchange_plan(received_PL, num_sent, num_received))
+
+    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+        exchange = plan.exchange
+        assert exchange is not None
+        rows_RD, probs_R1 = _sorted_by_expert(x_TD, probs_TK, plan.routing)
+        ticket = torch.zeros(0, device=x_TD.device, requires_grad=torch.is_grad_enabled())
+        exchange.ticket, rows_RD, probs_R1 = _Exchange.apply(  # type: ignore[no-untyped-call]
+            ticket, exchange.num_sent, exchange.num_received, self.group, rows_RD, probs_R1
+        )
+        rows_RD, probs_R1 = (
+            gather_rows(arrived, exchange.arrival_of_row_R, exchange.row_of_arrival_R1)
+            for arrived in (rows_RD, probs_R1)
+        )
+        return rows_RD, probs_R1.squeeze(1), exchange.offsets_L
+
+    def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
+        exchange = plan.exchange
+        assert exchange is not None and exchange.ticket is not None
+        rows_RD = gather_rows(rows_RD, exchange.row_of_arrival_R1.squeeze(1), exchange.arrival_of_row_R.unsqueeze(1))
+        _, rows_RD = _Exchange.apply(  # type: ignore[no-untyped-call]
+            exchange.ticket, exchange.num_received, exchange.num_sent, self.group, rows_RD
+        )
+        exchange.ticket = None
+        return sum_rows(rows_RD, plan.routing.token_of_row_R, plan.routing.row_of_slot_TK)
+
+
+def _sorted_by_expert(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    rows_RD = gather_rows(x_TD, routing.token_of_row_R, routing.row_of_slot_TK)
+    probs_R1 = probs_TK.to(torch.promote_types(probs_TK.dtype, torch.float32)).reshape(-1, 1)
+    return rows_RD, gather_rows(probs_R1, routing.slot_of_row_R, routing.row_of_slot_TK.view(-1, 1))
+
+
+def _exchange_plan(received_PL: Tensor, num_sent: list[int], num_received: list[int]) -> Exchange:
+    """The permutation from (source rank, local expert), as rows arrive, to (local expert, source rank)."""
+    num_rows = sum(num_received)
+    count_by_arrival = received_PL.reshape(-1)
+    count_by_row = received_PL.reshape(-1)
+    start_of_arrival_PL = (count_by_arrival.cumsum(0) - count_by_arrival).view_as(received_PL)
+    start_of_row_LP = (count_by_row.cumsum(0) - count_by_row).view_as(received_PL.t())
+    shift_LP = start_of_arrival_PL.t() - start_of_row_LP
+    position_R = torch.arange(num_rows, device=received_PL.device)
+
+    def moved(shift: Tensor, counts: Tensor) -> Tensor:
+        # output_size: without it repeat_interleave waits for the device to learn the sum.
+        return (position_R + shift.reshape(-1).repeat_interleave(counts, output_size=num_rows)).int()
+
+    return Exchange(
+        num_sent=num_sent,
+        num_received=num_received,
+        offsets_L=received_PL.sum(0).cumsum(0, dtype=torch.int32),
+        arrival_of_row_R=moved(shift_LP, count_by_row),
+        row_of_arrival_R1=moved(-shift_LP.t(), count_by_arrival).unsqueeze(1),
+    )
+
+
+def _assumed_counts(
+    routing: AssumedRouting, ids_shape: torch.Size, num_ranks: int, num_local_experts: int
+) -> tuple[list[int], list[list[int]]]:
+    """Rows sent to each rank, and received from each rank for each local expert."""
+    num_tokens, top_k = ids_shape
+    num_sent = _even_parts(num_tokens * top_k, num_ranks)
+    if routing == "balanced":
+        # Every rank sends as many rows to this one as this one sends to the rank that gets most.
+        num_received = [num_sent[0]] * num_ranks
+    else:
+        # The ids of a token differ, so at most L of its rows can come to the same rank.
+        num_received = [num_tokens * min(top_k, num_local_experts)] * num_ranks
+    return num_sent, [_even_parts(rows, num_local_experts) for rows in num_received]
+
+
+def _even_parts(total: int, num_parts: int) -> list[int]:
+    return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-alls of several tensors in one order, whose backward runs on every rank of the group.
+
+    Autograd leaves out what no gradient flows to: a rank whose tokens need none, or that received no row and
+    whose experts therefore return a constant, would skip collectives the others wait in. The ticket always asks
+    for a gradient and passes through dispatch and combine, so both backwards run, combine's first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ticket: Tensor,
+        num_sent: list[int],
+        num_received: list[int],
+        group: dist.ProcessGroup,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.num_sent, ctx.num_received, ctx.group = num_sent, num_received, group
+        received = (all_to_all_rows(tensor, num_sent, num_received, group) for tensor in tensors)
+        return ticket.clone(), *received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_ticket, *grads_of_tensors = grads
+        returned = (all_to_all_rows(grad, ctx.num_received, ctx.num_sent, ctx.group) for grad in grads_of_tensors)
+        return grad_ticket, None, None, None, *returned

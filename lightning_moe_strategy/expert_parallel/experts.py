@@ -1,0 +1,218 @@
+"""Find the experts of a model, whoever wrote it, and make them compute where their rows are sent.
+
+An experts module is one whose
+
+* ``forward(hidden_TD, expert_ids_TK, weights_TK) -> y_TD`` is called with these three by position, and returns each
+  token's weighted sum over its experts;
+* ``num_experts`` says how many experts it holds, and its forward believes it;
+* parameters are all its own and stacked: dim 0 is ``num_experts``.
+
+It learns nothing of ranks: during a forward it sees this rank's parameters and ``num_experts`` of this rank. The
+experts of transformers (classes under ``@use_experts_implementation``) and our own are such modules, and so is any
+hand-written one; what else it holds (buffers, activation, clamps) is its business.
+
+Shapes: T tokens, K experts per token, D hidden size, E experts in all, L experts of this rank.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_moe_strategy._torch_compat import in_backward
+from lightning_moe_strategy.expert_parallel.dispatch import EPDispatcher
+from lightning_moe_strategy.expert_parallel.local_math import LocalRows, choose_local_math
+
+RoutingObserver = Callable[[Tensor], None]
+
+_attached: WeakKeyDictionary[nn.Module, EPDispatcher] = WeakKeyDictionary()
+_observers: WeakKeyDictionary[nn.Module, list[RoutingObserver]] = WeakKeyDictionary()
+
+
+def find_experts(root: nn.Module) -> dict[str, nn.Module]:
+    """Every experts module below ``root``, by name, in the order of the model."""
+    return {name: module for name, module in root.named_modules() if _is_experts(module)}
+
+
+def unknown_experts(root: nn.Module) -> list[tuple[str, str]]:
+    """Modules that hold experts but cannot be spread over ranks: name and reason."""
+    known = find_experts(root)
+    reasons = {
+        name: reason
+        for name, module in root.named_modules()
+        if name not in known and (reason := _why_unknown(name, module)) is not None
+    }
+    # A block that holds an experts module, known or not, is not one itself.
+    return [
+        (name, reason)
+        for name, reason in reasons.items()
+        if not any(other.startswith(f"{name}.") for other in (*known, *reasons) if name)
+    ]
+
+
+def require_experts(root: nn.Module, ep: int) -> dict[str, nn.Module]:
+    """`find_experts`, and an error that says what to do when ``ep`` ranks cannot share these experts."""
+    experts = find_experts(root)
+    if ep == 1:
+        return experts
+    unknown = unknown_experts(root)
+    problems = [f"{name or 'the model itself'}: {reason}" for name, reason in unknown]
+    problems += [
+        f"{name}: num_experts({module.num_experts}) is no multiple of ep"
+        for name, module in experts.items()
+        if _num_experts(module) % ep
+    ]
+    if not experts and not unknown:
+        problems = ["no experts were found in the model"]
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ValueError(
+            f"ep({ep}) spreads the experts of every layer over {ep} ranks, which cannot be done here:{listed}\n"
+            "Set ep=1, or an ep that divides every num_experts, or write the experts as one module with "
+            "forward(hidden_TD, expert_ids_TK, weights_TK), num_experts, and parameters stacked on dim 0."
+        )
+    return experts
+
+
+def attach(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], None]:
+    """Make ``experts`` send its rows through ``dispatcher``. Returns a function that undoes it.
+
+    Only this instance's forward changes. Its parameters may be spread later, but before the first forward: DTensors
+    of E experts, sharded on dim 0 over ep, or plain tensors of this rank's L experts.
+    """
+    if _num_experts(experts) != dispatcher.num_experts:
+        raise ValueError(
+            f"the dispatcher's num_experts({dispatcher.num_experts}) must be the module's "
+            f"({_num_experts(experts)}): make one dispatcher per layer."
+        )
+    if experts in _attached:
+        raise RuntimeError(f"{type(experts).__name__} has a dispatcher already: undo the first attach.")
+    local_math = choose_local_math(experts)
+    had_forward = experts.__dict__.get("forward")
+
+    def forward(self: nn.Module, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, /) -> Tensor:
+        if hidden_TD.dim() != 2 or not hidden_TD.shape[:1] == expert_ids_TK.shape[:1] == weights_TK.shape[:1]:
+            raise ValueError(
+                f"experts take hidden [T, D], ids [T, K] and weights [T, K], not {tuple(hidden_TD.shape)}, "
+                f"{tuple(expert_ids_TK.shape)} and {tuple(weights_TK.shape)}: flatten batch and sequence first."
+            )
+        _observe(self, expert_ids_TK)
+        plan = dispatcher.plan(expert_ids_TK)
+        rows_RD, probs_R, offsets_L = dispatcher.dispatch(hidden_TD, weights_TK, plan)
+        token_of_row_R = plan.token_of_row_R
+        rows = LocalRows(
+            rows_RD=rows_RD,
+            probs_R=probs_R,
+            offsets_L=offsets_L,
+            gathered_from=None if token_of_row_R is None else (hidden_TD, token_of_row_R),
+        )
+        with _only_local_experts(self, dispatcher.num_local_experts):
+            rows_RD = local_math(self, rows)
+        return dispatcher.combine(rows_RD.to(hidden_TD.dtype), plan)
+
+    def undo() -> None:
+        del experts.forward
+        if had_forward is not None:
+            experts.forward = had_forward
+        _attached.pop(experts, None)
+
+    # A bound method and not a closure over the module: a deep copy of the model then runs the copy.
+    experts.forward = MethodType(forward, experts)
+    _attached[experts] = dispatcher
+    return undo
+
+
+def routing_observers(experts: nn.Module) -> list[RoutingObserver]:
+    """The functions called with ``expert_ids_TK`` once per forward of an attached module; append to the list.
+
+    A forward that activation recompute runs again is not a new one, and is not observed.
+    """
+    return _observers.setdefault(experts, [])
+
+
+def _observe(experts: nn.Module, expert_ids_TK: Tensor) -> None:
+    if not in_backward():
+        for observer in _observers.get(experts, ()):
+            observer(expert_ids_TK)
+
+
+@contextmanager
+def _only_local_experts(experts: nn.Module, num_local_experts: int) -> Iterator[None]:
+    """The module as its forward should see it on this rank: local tensors, local count."""
+    parameters = experts._parameters
+    whole = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+    local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in whole.items()}
+    num_experts = _num_experts(experts)
+    for name, tensor in local.items():
+        if tensor.shape[0] != num_local_experts:
+            raise RuntimeError(
+                f"{type(experts).__name__}.{name} holds {tensor.shape[0]} experts on this rank, but it is sent rows "
+                f"of {num_local_experts} (num_experts={num_experts}): spread it over ep, as a DTensor sharded on "
+                "dim 0, before the first forward."
+            )
+    parameters.update(local)  # type: ignore[arg-type]  # what a module looks up need not be an nn.Parameter
+    experts.num_experts = num_local_experts  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        parameters.update(whole)
+        experts.num_experts = num_experts  # type: ignore[assignment]
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "num_experts", None), int) and _why_not_experts(module) is None
+
+
+def _num_experts(module: nn.Module) -> int:
+    return int(module.num_experts)  # type: ignore[arg-type]
+
+
+def _why_not_experts(module: nn.Module) -> str | None:
+    """The first rule of an experts module that is broken, or None."""
+    own = dict(module.named_parameters(recurse=False))
+    if not any(parameter.dim() >= 3 for parameter in own.values()):
+        return "its weights are not stacked in one tensor per projection"
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return "it has no attribute num_experts"
+    for name, parameter in module.named_parameters():
+        if name not in own:
+            return f"its parameter {name} belongs to a submodule, which all experts share"
+        if not parameter.dim() or parameter.shape[0] != _num_experts(module):
+            return f"dim 0 of {name} {list(parameter.shape)} is not its num_experts({_num_experts(module)})"
+    takes = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter for parameter in takes if parameter.kind in kinds]
+    required = [parameter for parameter in positional if parameter.default is inspect.Parameter.empty]
+    if len(positional) < 3 or len(required) > 3 or _has_required_keywords(takes):
+        names = ", ".join(parameter.name for parameter in takes)
+        return f"its forward takes ({names}), not hidden states, expert ids and weights"
+    return None
+
+
+def _has_required_keywords(parameters: list[inspect.Parameter]) -> bool:
+    return any(
+        parameter.kind == inspect.Parameter.KEYWORD_ONLY and parameter.default is inspect.Parameter.empty
+        for parameter in parameters
+    )
+
+
+def _why_unknown(name: str, module: nn.Module) -> str | None:
+    """Why a module that is not known looks like experts all the same, or None when it does not."""
+    words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    # Shared experts see every token, they are a dense MLP; a router has num_experts too.
+    if "expert" not in words or re.search(r"shared|router|(gate|gating)\b", words):
+        return None
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return f"its {len(module)} experts are separate modules in a {type(module).__name__}"
+    return _why_not_experts(module) if _holds_many(module) else None
+
+
+def _holds_many(module: nn.Module) -> bool:
+    """Whether a module named like experts holds more than one of them."""
+    stacked = any(parameter.dim() >= 3 for parameter in module.parameters(recurse=False))
+    return stacked or isinstance(getattr(module, "num_experts", None), int)

@@ -1,0 +1,101 @@
+"""Shard a module: dense units over (d_rep, fsdp x cp), experts over ep and then (e_rep, e_fsdp).
+
+Every gradient is a sum: FSDP neither divides nor averages on any mesh, so dense and expert gradients need no
+factors of their own (the strategy divides once, by the number of tokens of the whole step).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_moe_strategy._torch_compat import is_unsharded
+from lightning_moe_strategy.mesh import DenseMeshes, ExpertMeshes
+from lightning_moe_strategy.units import Unit, UnitKind
+
+
+def shard(
+    units: Sequence[Unit], *, dense: DenseMeshes, expert: ExpertMeshes, compute_dtype: torch.dtype | None
+) -> None:
+    """Shard every unit in place, innermost first. The last unit is the root.
+
+    ``compute_dtype`` None computes in the dtype of the parameters; otherwise parameters are gathered in it and
+    gradients are reduced in FP32.
+    """
+    for unit in sorted(units, key=lambda unit: unit.depth, reverse=True):
+        is_experts = unit.kind == "experts"
+        if is_experts:
+            spread_experts(unit.module, expert.ep_mesh)
+        fully_shard(
+            unit.module,
+            mesh=expert.shard_mesh if is_experts else dense.shard_mesh,
+            # True at the root too: nothing stays unsharded after an evaluation.
+            reshard_after_forward=True,
+            shard_placement_fn=_experts_placement(expert) if is_experts else None,
+            mp_policy=mixed_precision_policy(unit.kind, compute_dtype),
+        )
+        assert isinstance(unit.module, FSDPModule)
+        unit.module.set_gradient_divide_factor(1.0)
+        # gloo has no PREMUL_SUM and NCCL's zeroes bf16 in some releases: plain SUM everywhere.
+        unit.module.set_force_sum_reduction_for_comms(True)
+
+
+def spread_experts(experts: nn.Module, ep_mesh: DeviceMesh) -> None:
+    """Keep this rank's experts: every parameter becomes a DTensor over ``ep`` whose global shape holds them all."""
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        local = parameter.data.chunk(ep_mesh.size())[ep_mesh.get_local_rank()].clone()
+        spread = DTensor.from_local(local, ep_mesh, [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+def mixed_precision_policy(kind: UnitKind, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """FP32 routers; experts get their routing weights in FP32; the root leaves the user's batch as it is."""
+    if compute_dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float32 if kind == "router" else compute_dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=kind in ("block", "outer", "router"),
+    )
+
+
+def synchronize_initial_state(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of rank 0, as DDP does: ranks may have been seeded differently."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and not isinstance(tensor, DTensor):
+                on_device = tensor.detach().to(device)
+                dist.broadcast(on_device, src=0)
+                tensor.copy_(on_device)
+
+
+def unsharded_units(units: Sequence[Unit]) -> list[str]:
+    """Names of the units whose full parameters are in memory now."""
+    return [unit.name for unit in units if isinstance(unit.module, FSDPModule) and is_unsharded(unit.module)]
+
+
+def _experts_placement(expert: ExpertMeshes) -> Callable[[nn.Parameter], Shard | None]:
+    """Whole experts per e_fsdp rank when they divide evenly, else the last dim, else uneven experts.
+
+    The last dim and not dim 1: a gate_up projection packs two matrices along dim 1, and loaders that shard them
+    one by one put other rows there than a plain cut does.
+    """
+    e_fsdp = expert.shard_mesh.size(-1)
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        local_experts = parameter.shape[0] // expert.ep_mesh.size()
+        last = parameter.dim() - 1
+        if local_experts % e_fsdp and last > 1 and parameter.shape[last] % e_fsdp == 0:
+            return Shard(last)
+        return None
+
+    return place
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a parameter or gradient that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

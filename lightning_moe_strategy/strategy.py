@@ -1,0 +1,402 @@
+"""``Trainer(strategy="fsdp_cp_ep")``: FSDP x CP x EP under an unchanged LightningModule.
+
+The methods stand in the order in which a Trainer calls them.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_moe_strategy import _torch_compat
+from lightning_moe_strategy._lightning_compat import (
+    IS_INTERACTIVE,
+    LightningModule,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Precision,
+    Trainer,
+    TrainerFn,
+    add_callbacks,
+    is_overridden,
+    optimizers_to_device,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
+from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
+from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
+from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
+from lightning_moe_strategy.context_parallel.adapt import adapt_attention
+from lightning_moe_strategy.context_parallel.batch import MicroBatch
+from lightning_moe_strategy.context_parallel.scope import ContextParallel
+from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, EPDispatcher, LocalDispatcher
+from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, require_experts
+from lightning_moe_strategy.initialization import materialize
+from lightning_moe_strategy.mesh import (
+    DenseMeshes,
+    ExpertMeshes,
+    ParallelDims,
+    ResolvedDims,
+    build_dense_meshes,
+    build_expert_meshes,
+)
+from lightning_moe_strategy.precision import MeshPrecision
+from lightning_moe_strategy.sharding import local_tensor, shard, synchronize_initial_state
+from lightning_moe_strategy.units import Unit, find_blocks, plan_units
+
+BatchTransform = Callable[[Any, str], Any]
+"""A function of (batch, stage) that returns the batch the user's step gets."""
+
+_LAYOUT_ATTRIBUTE = "_fsdp_cp_ep_layout"
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
+
+
+@dataclass(kw_only=True)
+class _Layout:
+    """How a module lies on the ranks. Kept with the module: another Trainer may use it after the first."""
+
+    requested: ParallelDims
+    dims: ResolvedDims
+    dense: DenseMeshes
+    context_parallel: ContextParallel
+    expert: ExpertMeshes | None = None
+    experts: dict[str, nn.Module] = field(default_factory=dict)
+    units: tuple[Unit, ...] = ()
+    precision: str = ""
+
+
+class FSDPCPEPStrategy(ModelParallelStrategy):
+    """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
+
+    Args:
+        d_rep: copies of the dense parameters.
+        fsdp: dense shards with their own samples; ``"auto"`` takes what is left.
+        cp: GPUs that share one sequence.
+        e_rep: copies of the expert parameters.
+        e_fsdp: shards of each expert; ``"auto"`` takes what is left.
+        ep: GPUs the experts are spread over; ``"auto"`` is the largest that stays inside an NVLink domain.
+        cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over.
+        nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
+        timeout: of every collective on every mesh axis.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.
+        save_distributed_checkpoint: a directory with every rank's shards, or one file from rank 0.
+        error_if_nonfinite: raise when the gradient norm to clip is not finite.
+        init_seed: of parameters built on the meta device; None takes the seed of ``seed_everything``.
+        start_method: only ``"popen"`` (a script, torchrun or SLURM); forked ranks cannot return sharded tensors.
+
+    Raises:
+        ValueError: degrees that cannot be laid out on the Trainer's devices, when the Trainer is built.
+    """
+
+    strategy_name = "fsdp_cp_ep"
+
+    def __init__(
+        self,
+        *,
+        d_rep: int = 1,
+        fsdp: int | Literal["auto"] = "auto",
+        cp: int = 1,
+        e_rep: int = 1,
+        e_fsdp: int | Literal["auto"] = "auto",
+        ep: int | Literal["auto"] = "auto",
+        cp_inter: int = 1,
+        nvl: int | Literal["auto"] = "auto",
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        error_if_nonfinite: bool = False,
+        init_seed: int | None = None,
+        start_method: str = "popen",
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if start_method != "popen":
+            raise ValueError(
+                f"start_method({start_method!r}) is not supported: spawned and forked ranks cannot hand sharded "
+                "tensors back to the parent. Leave start_method out and run a script with python, torchrun or srun."
+            )
+        self._requested_dims = ParallelDims(
+            d_rep=d_rep, fsdp=fsdp, cp=cp, e_rep=e_rep, e_fsdp=e_fsdp, ep=ep, cp_inter=cp_inter, nvl=nvl
+        )
+        self._mesh_timeout = timeout
+        self._error_if_nonfinite = error_if_nonfinite
+        self._init_seed = init_seed
+        self._batch_transforms: list[BatchTransform] = []
+        self._micro_batches_of_step: list[MicroBatch] = []
+        self._layout: _Layout | None = None
+        self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
+        """What the current batch holds on this rank."""
+
+    @property
+    def layout(self) -> _Layout:
+        if self._layout is None:
+            raise RuntimeError("The layout exists once the Trainer has started its processes.")
+        return self._layout
+
+    @property
+    def dims(self) -> ResolvedDims:
+        """The degrees in use."""
+        return self.layout.dims
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """This rank's place in its cp group."""
+        return self.layout.context_parallel
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh with axes e_rep, e_fsdp, ep; it exists once the model is set up."""
+        assert self.layout.expert is not None
+        return self.layout.expert.mesh
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """Every layer's experts by name; empty before the model is set up."""
+        return self.layout.experts
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What is gathered and freed together, in the order of ``named_modules``."""
+        return self.layout.units
+
+    @property
+    def precision_plugin(self) -> Precision:
+        if self._precision_plugin is None:
+            self.precision_plugin = Precision()
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Lightning builds an autocast plugin from ``Trainer(precision=...)``; keep its name, use the mesh's."""
+        self._precision_plugin = plugin and MeshPrecision(
+            str(plugin.precision),  # type: ignore[arg-type]
+            loss_to_backward=self._sum_over_tokens,
+            before_clipping=self._mean_over_tokens,
+            error_if_nonfinite=self._error_if_nonfinite,
+        )
+
+    def _configure_launcher(self) -> None:
+        if IS_INTERACTIVE:
+            raise RuntimeError(
+                "strategy 'fsdp_cp_ep' cannot start its ranks from a notebook or an interactive session: put the "
+                "code into a script and run it with python, torchrun or srun."
+            )
+        # Degrees are checked before any process is launched; ep="auto" waits for the model.
+        self._resolve_dims(num_experts=None)
+        super()._configure_launcher()
+
+    def connect(self, model: nn.Module) -> None:
+        super().connect(model)  # type: ignore[arg-type]
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None:
+            missing = [
+                kind for kind in _DEFAULT_CALLBACKS if not any(isinstance(c, kind) for c in trainer.callbacks)
+            ]
+            add_callbacks(trainer, [kind() for kind in missing])
+
+    def setup_environment(self) -> None:
+        # Not ModelParallelStrategy's: it would build a (data_parallel, tensor_parallel) mesh.
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        assert self.lightning_module is not None
+        self._layout = getattr(self.lightning_module, _LAYOUT_ATTRIBUTE, None) or self._new_layout()
+        self._device_mesh = self.lightning_module._device_mesh = self.layout.dense.mesh
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks of one cp group read the same samples."""
+        return {"num_replicas": self.layout.dense.dp_size, "rank": self.layout.dense.dp_rank}
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if not isinstance(self.model, FSDPModule):
+            self._shard_model(self.model, trainer)
+        else:
+            self._check_sharded_model(self.model)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard_model(self, model: nn.Module, trainer: Trainer) -> None:
+        layout, precision = self.layout, self.precision_plugin
+        assert isinstance(precision, MeshPrecision)
+        layout.precision = str(precision.precision)
+        layout.experts = find_experts(model)
+        counts = [int(experts.num_experts) for experts in layout.experts.values()]  # type: ignore[arg-type]
+        layout.dims = self._resolve_dims(num_experts=math.gcd(*counts) if counts else None)
+        require_experts(model, layout.dims.ep)
+        layout.expert = build_expert_meshes(layout.dims, self.root_device.type, self._mesh_timeout)
+        rank_zero_info(layout.dims.explain())
+        for warning in layout.dims.warnings():
+            rank_zero_warn(warning)
+
+        synchronize_initial_state(model, self.root_device)
+        precision.convert_module(model)
+        if layout.dims.cp > 1:
+            adapt_attention(model, find_blocks(model), layout.context_parallel)
+        for experts in layout.experts.values():
+            attach(experts, self._dispatcher(experts))
+        mixed = precision.compute_dtype is not None
+        layout.units = plan_units(model, layout.experts, separate_routers=mixed)
+        shard(layout.units, dense=layout.dense, expert=layout.expert, compute_dtype=precision.compute_dtype)
+        materialize(
+            model,
+            self.root_device,
+            seed=self._shared_init_seed(),
+            experts=layout.experts,
+            values_will_be_loaded=trainer.ckpt_path is not None,
+        )
+        self._register_root(model)
+        object.__setattr__(model, _LAYOUT_ATTRIBUTE, layout)
+
+    def _check_sharded_model(self, model: nn.Module) -> None:
+        if any(not isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise RuntimeError(
+                "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
+                "validate, test and predict: return early in it when the model exists."
+            )
+        asked = (self._requested_dims, str(self.precision_plugin.precision))
+        if asked != (self.layout.requested, self.layout.precision):
+            raise ValueError(
+                f"The model was sharded by an earlier Trainer as {self.layout.requested} with precision "
+                f"{self.layout.precision!r}; this Trainer asks for {asked[0]} with {asked[1]!r}. Use the same "
+                "arguments, or build the model anew."
+            )
+
+    def _register_root(self, model: nn.Module) -> None:
+        """Let the LightningModule's steps gather what it holds itself, and make it the root of every unit."""
+        assert isinstance(model, LightningModule) and isinstance(model, FSDPModule)
+        for step in _STEPS:
+            if is_overridden(step, model, LightningModule):
+                register_fsdp_forward_method(model, step)
+        _torch_compat.initialize_fsdp_root(model)
+
+    def register_batch_transform(self, transform: BatchTransform) -> None:
+        """Apply ``transform(batch, stage)`` to every batch, after the user's own transfer hooks."""
+        if transform not in self._batch_transforms:
+            self._batch_transforms.append(transform)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        assert self.lightning_module is not None
+        stage = self.lightning_module.trainer.state.stage
+        for transform in self._batch_transforms:
+            batch = transform(batch, stage.value if stage is not None else "train")
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("train"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("validate"):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("test"):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._step("predict"):
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _step(self, stage: str) -> Generator[None, None, None]:
+        with self.context_parallel.step(stage):
+            yield
+
+    def _sum_over_tokens(self, loss: Tensor) -> Tensor:
+        """The user's mean over this rank's tokens as a sum, so that gradients of all ranks simply add up."""
+        module = self.lightning_module
+        assert module is not None
+        # Several backward passes over one micro-batch (several losses) share its tokens.
+        if not any(self.micro_batch is seen for seen in self._micro_batches_of_step):
+            self._micro_batches_of_step.append(self.micro_batch)
+        # Lightning has divided the loss by the number of accumulated micro-batches already.
+        undo = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        return loss * undo * _loss_weight(self.micro_batch)
+
+    def _mean_over_tokens(self) -> None:
+        """Divide the step's gradients, once, by the tokens behind them on all ranks and in all micro-batches."""
+        if not self._micro_batches_of_step:
+            return
+        weights = [_loss_weight(micro_batch) for micro_batch in self._micro_batches_of_step]
+        total = torch.stack([torch.as_tensor(weight, device=self.root_device) for weight in weights]).sum()
+        self._micro_batches_of_step.clear()
+        dist.all_reduce(total)
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                # A step without a single token has zero gradients: leave them zero.
+                local_tensor(parameter.grad).div_(total.clamp(min=1))
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        def closure_then_mean() -> Any:
+            result = closure()
+            self._mean_over_tokens()
+            return result
+
+        return super().optimizer_step(optimizer, closure_then_mean, model, **kwargs)
+
+    def _resolve_dims(self, num_experts: int | None) -> ResolvedDims:
+        return self._requested_dims.resolve(
+            self.num_nodes * self.num_processes, local_world_size=self.num_processes, num_experts=num_experts
+        )
+
+    def _new_layout(self) -> _Layout:
+        dims = self._resolve_dims(num_experts=None)
+        if self._layout is None:
+            dense = build_dense_meshes(dims, self.root_device.type, self._mesh_timeout)
+        else:
+            dense = self._layout.dense  # one Trainer, one module after another: the groups stay
+        context_parallel = ContextParallel(dense.cp_group)
+        return _Layout(
+            requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel
+        )
+
+    def _dispatcher(self, experts: nn.Module) -> EPDispatcher:
+        assert self.layout.expert is not None
+        num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        ep_mesh = self.layout.expert.ep_mesh
+        if ep_mesh.size() == 1:
+            return LocalDispatcher(num_experts)
+        return AllToAllDispatcher(num_experts, ep_mesh.get_group())
+
+    def _shared_init_seed(self) -> int:
+        seed = torch.initial_seed() if self._init_seed is None else self._init_seed
+        return int(self.broadcast(seed))
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: ``_autoload`` registers the name without importing this module."""
+
+
+def _loss_weight(micro_batch: MicroBatch) -> Tensor | int:
+    """Tokens behind the loss; a batch without labels weighs the same on every rank: plain means are averaged."""
+    return 1 if micro_batch.num_loss_tokens is None else micro_batch.num_loss_tokens

@@ -1,0 +1,172 @@
+"""Causal attention over a split sequence against one process: outputs and every gradient, on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_moe_strategy.context_parallel import gather
+from lightning_moe_strategy.context_parallel.attention_pieces import _CPU_FLASH, _MATH
+from lightning_moe_strategy.context_parallel.gather import gather_sequence
+from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout, contiguous, zigzag
+from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+
+TOLERANCE = {
+    torch.float64: 1e-13,  # rounding of sums of 40 terms
+    torch.float32: 1e-6,
+    torch.bfloat16: 1e-2,  # 8 bits: inputs, probabilities and outputs of a piece are rounded to 2**-9
+}
+"""Norm of the error over norm of the reference in float64."""
+
+B, H, G = 2, 4, 2
+
+
+def layout_called(kind, num_tokens, degree):
+    if kind == "one_token_segments":
+        ids = [list(range(rank, num_tokens, degree)) for rank in range(degree)]
+        return SequenceLayout(segments=tuple(tuple(Segment(i, 1) for i in owned) for owned in ids))
+    return {"zigzag": zigzag, "contiguous": contiguous}[kind](num_tokens, degree)
+
+
+def errors(kind, dtype, num_tokens, head_dims, tail=False, on_gathered=False, scale=None):
+    """Relative errors of out, grad query, grad key, grad value on this rank."""
+    group = dist.group.WORLD
+    layout = layout_called(kind, num_tokens, group.size())
+    head_dim, value_dim = head_dims
+    shapes = [(H, head_dim), (G, head_dim), (G, value_dim), (H, value_dim)]
+    whole = [torch.randn(B, h, num_tokens, d, dtype=torch.float64).to(dtype) for h, d in shapes]
+    reference = [x.double().requires_grad_() for x in whole[:3]]
+    expected = F.scaled_dot_product_attention(*reference, is_causal=True, enable_gqa=True, scale=scale)
+    (expected * whole[3].double()).sum().backward()
+
+    mine = layout.token_ids(group.rank())
+    weight = whole[3][:, :, mine]
+    # Not contiguous, as a projection reshaped to heads is.
+    local = [x[:, :, mine].transpose(1, 2).contiguous().transpose(1, 2) for x in whole[:3]]
+    if tail:
+        layout = layout.with_tail_token()
+        local = [torch.cat([x, torch.full_like(x[:, :, :1], 3.0)], 2) for x in local]
+    local = [x.detach().requires_grad_() for x in local]
+    if on_gathered:
+        key, value = (gather_sequence(x, 2, layout, group) for x in local[1:])
+        out = causal_attention_on_gathered(local[0], key, value, layout=layout, rank=group.rank(), scale=scale)
+    else:
+        out = causal_attention(*local, layout=layout, group=group, scale=scale)
+    (out[:, :, : len(mine)] * weight).sum().backward()
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(local, reference, strict=True))]
+    return [_error(got[:, :, : len(mine)], want[:, :, mine]) for got, want in pairs]
+
+
+def _error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("head_dims", [(16, 16), (24, 16), (8, 12)])
+def test_attention_and_gradients_equal_one_process(ranks2, dtype, head_dims):
+    assert max(map(max, ranks2(errors, "zigzag", dtype, 20, head_dims))) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "one_token_segments"])
+def test_every_layout_on_four_ranks(ranks4, kind):
+    assert max(map(max, ranks4(errors, kind, torch.float32, 40, (16, 16)))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("num_tokens", [4, 12])
+def test_dummies_at_the_tail_change_nothing(ranks2, num_tokens):
+    got = ranks2(errors, "zigzag", torch.float32, num_tokens, (8, 8), True)
+    assert max(map(max, got)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_attention_on_gathered_keys_equals_one_process(ranks2, dtype):
+    got = ranks2(errors, "zigzag", dtype, 20, (24, 16), False, True, 0.3)
+    assert max(map(max, got)) < TOLERANCE[dtype]
+
+
+def saved_bytes_and_gathers(checkpointed, reentrant):
+    """Bytes that autograd keeps between forward and backward, and all-gathers of each pass."""
+    group, layout, gathers = dist.group.WORLD, zigzag(32, 2), []
+    original = gather.all_gather_along_dim0
+    gather.all_gather_along_dim0 = lambda x, group: (gathers.append(tuple(x.shape)), original(x, group))[1]
+    try:
+        query, key, value = (torch.randn(B, h, 16, 8, requires_grad=True) for h in (H, G, G))
+        storages = {}
+
+        def pack(x):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        def attend(*args):
+            return causal_attention(*args, layout=layout, group=group)
+
+        if checkpointed:
+            out = checkpoint(attend, query, key, value, use_reentrant=reentrant)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                out = attend(query, key, value)
+        in_forward = len(gathers)
+        out.square().sum().backward()
+        plain = [x.detach().requires_grad_() for x in (query, key, value)]
+        attend(*plain).square().sum().backward()
+        equal = all(torch.equal(x.grad, y.grad) for x, y in zip((query, key, value), plain, strict=True))
+        return sum(storages.values()), in_forward, len(gathers) - in_forward - 4, equal
+    finally:
+        gather.all_gather_along_dim0 = original
+
+
+def test_only_tensors_of_this_rank_are_kept(ranks2):
+    floats_per_token = H * 8 + 2 * G * 8 + H * 8 + H  # query, key and value, out, lse
+    assert ranks2(saved_bytes_and_gathers, False, False) == [(B * 16 * floats_per_token * 4, 2, 2, True)] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_is_exact_and_gathers_once(ranks2, reentrant):
+    assert ranks2(saved_bytes_and_gathers, True, reentrant) == [(0, 2, 2, True)] * 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pieces_of_flash_attention_equal_plain_arithmetic(is_causal):
+    num_keys = 6 if is_causal else 9
+    query, key, value = torch.randn(B, H, 6, 8), torch.randn(B, G, num_keys, 8), torch.randn(B, G, num_keys, 8)
+    outs = [kernel.forward(query, key, value, is_causal, 0.2) for kernel in (_CPU_FLASH, _MATH)]
+    torch.testing.assert_close(outs[0], outs[1])
+    of_rows = (torch.randn(B, H, 6, 8), query, *outs[1])
+    grads = [kernel.backward(of_rows, key, value, is_causal, 0.2) for kernel in (_CPU_FLASH, _MATH)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_pass_through_every_kernel(device, dtype):
+    """Shapes and schemas of the kernels of a machine that is not here; head dim 20 is padded on CUDA."""
+    with FakeTensorMode():
+        query = torch.randn(B, H, 4, 20, device=device, dtype=dtype, requires_grad=True)
+        key = torch.randn(B, G, 8, 20, device=device, dtype=dtype, requires_grad=True)
+        value = torch.randn(B, G, 8, 16, device=device, dtype=dtype, requires_grad=True)
+        out = causal_attention_on_gathered(query, key, value, layout=zigzag(8, 2), rank=1)
+        assert out.shape == (B, H, 4, 16) and out.dtype == dtype
+        grads = torch.autograd.grad(out.sum(), (query, key, value))
+        assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
+def test_autocast_casts_as_sdpa_does():
+    query, key, value = (torch.randn(B, H, 8, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = causal_attention_on_gathered(query, key, value.bfloat16(), layout=zigzag(8, 1), rank=0)
+    assert out.dtype == torch.bfloat16
+
+
+def test_errors_name_what_disagrees():
+    query, key = torch.randn(1, 4, 4, 8), torch.randn(1, 4, 8, 8)
+    layout = zigzag(8, 2)
+    with pytest.raises(ValueError, match="key has 4 tokens; .* has 8"):
+        causal_attention_on_gathered(query, key[:, :, :4], key[:, :, :4], layout=layout, rank=0)
+    with pytest.raises(ValueError, match="key torch.float64"):
+        causal_attention_on_gathered(query, key.double(), key, layout=layout, rank=0)
+    with pytest.raises(ValueError, match=r"key heads\(3\) must divide query heads\(4\)"):
+        causal_attention_on_gathered(query, key[:, :3], key[:, :3], layout=layout, rank=0)
+    with pytest.raises(ValueError, match=r"\[batch, heads, tokens, channels\]"):
+        causal_attention_on_gathered(query[0], key[0], key[0], layout=layout, rank=0)
