@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -52,7 +51,8 @@ from lightning_moe_strategy.mesh import (
     build_expert_meshes,
 )
 from lightning_moe_strategy.precision import MeshPrecision
-from lightning_moe_strategy.sharding import local_tensor, shard, synchronize_initial_state
+from lightning_moe_strategy.sharding import shard, synchronize_initial_state
+from lightning_moe_strategy.token_mean import TokenMean
 from lightning_moe_strategy.units import Unit, find_blocks, plan_units
 
 BatchTransform = Callable[[Any, str], Any]
@@ -137,7 +137,7 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         self._error_if_nonfinite = error_if_nonfinite
         self._init_seed = init_seed
         self._batch_transforms: list[BatchTransform] = []
-        self._micro_batches_of_step: list[MicroBatch] = []
+        self._token_mean = TokenMean()
         self._layout: _Layout | None = None
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
         """What the current batch holds on this rank."""
@@ -205,9 +205,7 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         super().connect(model)  # type: ignore[arg-type]
         trainer = getattr(model, "_trainer", None)
         if trainer is not None:
-            missing = [
-                kind for kind in _DEFAULT_CALLBACKS if not any(isinstance(c, kind) for c in trainer.callbacks)
-            ]
+            missing = [kind for kind in _DEFAULT_CALLBACKS if not any(isinstance(c, kind) for c in trainer.callbacks)]
             add_callbacks(trainer, [kind() for kind in missing])
 
     def setup_environment(self) -> None:
@@ -326,29 +324,15 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             yield
 
     def _sum_over_tokens(self, loss: Tensor) -> Tensor:
-        """The user's mean over this rank's tokens as a sum, so that gradients of all ranks simply add up."""
         module = self.lightning_module
         assert module is not None
-        # Several backward passes over one micro-batch (several losses) share its tokens.
-        if not any(self.micro_batch is seen for seen in self._micro_batches_of_step):
-            self._micro_batches_of_step.append(self.micro_batch)
         # Lightning has divided the loss by the number of accumulated micro-batches already.
         undo = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        return loss * undo * _loss_weight(self.micro_batch)
+        return self._token_mean.as_sum(loss * undo, self.micro_batch)
 
     def _mean_over_tokens(self) -> None:
-        """Divide the step's gradients, once, by the tokens behind them on all ranks and in all micro-batches."""
-        if not self._micro_batches_of_step:
-            return
-        weights = [_loss_weight(micro_batch) for micro_batch in self._micro_batches_of_step]
-        total = torch.stack([torch.as_tensor(weight, device=self.root_device) for weight in weights]).sum()
-        self._micro_batches_of_step.clear()
-        dist.all_reduce(total)
         assert self.model is not None
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                # A step without a single token has zero gradients: leave them zero.
-                local_tensor(parameter.grad).div_(total.clamp(min=1))
+        self._token_mean.divide((parameter.grad for parameter in self.model.parameters()), self.root_device)
 
     def optimizer_step(
         self,
@@ -376,9 +360,7 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         else:
             dense = self._layout.dense  # one Trainer, one module after another: the groups stay
         context_parallel = ContextParallel(dense.cp_group)
-        return _Layout(
-            requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel
-        )
+        return _Layout(requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel)
 
     def _dispatcher(self, experts: nn.Module) -> EPDispatcher:
         assert self.layout.expert is not None
@@ -395,8 +377,3 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: ``_autoload`` registers the name without importing this module."""
-
-
-def _loss_weight(micro_batch: MicroBatch) -> Tensor | int:
-    """Tokens behind the loss; a batch without labels weighs the same on every rank: plain means are averaged."""
-    return 1 if micro_batch.num_loss_tokens is None else micro_batch.num_loss_tokens

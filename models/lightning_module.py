@@ -176,7 +176,7 @@ class HFCausalLM(CausalLanguageModel):
         if "shift_labels" not in batch:
             loss: Tensor = self.model(**_inputs(batch), labels=batch["labels"]).loss
             return loss, (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-        targets_BS = batch["shift_labels"]
+        targets_BS = batch["shift_labels"].contiguous()  # transformers takes a view of it
         num_tokens = (targets_BS != IGNORE_INDEX).sum()
         # The model divides by num_items_in_batch, so a batch without a single target gives zero and not 0/0.
         divisor = num_tokens.clamp(min=1)

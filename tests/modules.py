@@ -78,19 +78,14 @@ class Block(nn.Module):
         self.sparse = SparseLayer(width, num_experts, top_k)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        heads = (
-            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for t in self.qkv(self.norm(x_BSD)).chunk(3, -1)
-        )
+        heads = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x_BSD)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
         x_BSD = x_BSD + self.out(attended.transpose(1, 2).flatten(2))
         return x_BSD + self.sparse(self.sparse_norm(x_BSD))
 
 
 class PlainDecoder(nn.Module):
-    def __init__(
-        self, width: int = 16, num_layers: int = 2, num_experts: int = 4, top_k: int = 2, length: int = 64
-    ):
+    def __init__(self, width: int = 16, num_layers: int = 2, num_experts: int = 4, top_k: int = 2, length: int = 64):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)

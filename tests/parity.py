@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 
@@ -45,6 +46,20 @@ class KeepGradients(Callback):
         )
 
 
+class InOrder(LightningDataModule):
+    """This rank's share of a loader's samples without the shuffling that Lightning's own sampler does in training."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        share: Any = self.trainer.strategy
+        sampler = DistributedSampler(self.loader.dataset, shuffle=False, **share.distributed_sampler_kwargs)
+        return DataLoader(self.loader.dataset, batch_size=self.loader.batch_size, sampler=sampler)
+
+
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -56,12 +71,13 @@ def fit(
     *,
     callbacks: tuple[Callback, ...] = (),
     shift: str = "auto",
+    ckpt_path: str | None = None,
     **options: Any,
 ) -> tuple[Trainer, LightningModule, KeepGradients]:
     """Train on this rank. ``make_loader(dp)`` gives batches ``1 / dp`` of the reference's."""
     torch.manual_seed(0)
     model = make_model()
-    strategy = FSDPCPEPStrategy(**degrees)
+    strategy = FSDPCPEPStrategy(**degrees)  # also other arguments of the strategy
     keep = KeepGradients()
     dp = degrees.get("d_rep", 1) * degrees.get("fsdp", 1)
     with warnings.catch_warnings():
@@ -71,9 +87,9 @@ def fit(
             devices=torch.distributed.get_world_size(),
             strategy=strategy,
             callbacks=[keep, ZigZagContextParallel(shift=shift), *callbacks],
-            **(QUIET | dict(max_steps=1) | options),
+            **(QUIET | dict(max_steps=1, use_distributed_sampler=False) | options),
         )
-        trainer.fit(model, make_loader(dp))
+        trainer.fit(model, datamodule=InOrder(make_loader(dp)), ckpt_path=ckpt_path)
     return trainer, model, keep
 
 

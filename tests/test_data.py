@@ -58,6 +58,8 @@ def test_copies_of_a_document_stay_together_and_the_split_ignores_order():
     assert not set(train) & set(validation)
     assert Counter(Counter(validation).values()) == {3: 8}
     assert set(split_documents(DOCUMENTS[::-1], 0.2)[1]) == set(validation)
+    with pytest.raises(ValueError, match="holds 1 different documents"):
+        split_documents(["the same"] * 5, 0.2)
 
 
 def test_text_that_spells_the_end_of_text_token_is_text(tmp_path):

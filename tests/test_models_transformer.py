@@ -71,9 +71,15 @@ def assert_equal_to_hugging_face(config, hf_config_name, hf_sizes, renamed):
     published.load_state_dict(state)
 
     input_ids_BS = torch.randint(97, (2, 19))
-    position_ids_BS = torch.arange(19).expand(2, 19) + torch.tensor([[0], [5]])
+    # A gap, for a common offset changes nothing; the mask keeps transformers from reading it as two documents.
+    position_ids_BS = torch.stack([torch.arange(19), torch.arange(19) + 9 * (torch.arange(19) > 11)])
     logits = ours(input_ids_BS, position_ids_BS)
-    expected = published(input_ids=input_ids_BS, position_ids=position_ids_BS, use_cache=False).logits
+    expected = published(
+        input_ids=input_ids_BS,
+        position_ids=position_ids_BS,
+        attention_mask=torch.ones_like(input_ids_BS),
+        use_cache=False,
+    ).logits
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
     for output in (logits, expected):

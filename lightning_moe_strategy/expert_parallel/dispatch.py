@@ -174,7 +174,7 @@ def _exchange_plan(received_PL: Tensor, num_sent: list[int], num_received: list[
     """The permutation from (source rank, local expert), as rows arrive, to (local expert, source rank)."""
     num_rows = sum(num_received)
     count_by_arrival = received_PL.reshape(-1)
-    count_by_row = received_PL.reshape(-1)
+    count_by_row = received_PL.t().reshape(-1)
     start_of_arrival_PL = (count_by_arrival.cumsum(0) - count_by_arrival).view_as(received_PL)
     start_of_row_LP = (count_by_row.cumsum(0) - count_by_row).view_as(received_PL.t())
     shift_LP = start_of_arrival_PL.t() - start_of_row_LP

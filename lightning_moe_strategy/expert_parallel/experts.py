@@ -109,6 +109,7 @@ def attach(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], None]:
             rows_RD=rows_RD,
             probs_R=probs_R,
             offsets_L=offsets_L,
+            weights_dtype=weights_TK.dtype,
             gathered_from=None if token_of_row_R is None else (hidden_TD, token_of_row_R),
         )
         with _only_local_experts(self, dispatcher.num_local_experts):
@@ -205,7 +206,7 @@ def _why_unknown(name: str, module: nn.Module) -> str | None:
     """Why a module that is not known looks like experts all the same, or None when it does not."""
     words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
     # Shared experts see every token, they are a dense MLP; a router has num_experts too.
-    if "expert" not in words or re.search(r"shared|router|(gate|gating)\b", words):
+    if "expert" not in words or re.search(r"shared_?expert|router|(gate|gating)\b", words):
         return None
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return f"its {len(module)} experts are separate modules in a {type(module).__name__}"

@@ -22,6 +22,8 @@ class LocalRows:
     rows_RD: Tensor
     probs_R: Tensor
     offsets_L: Tensor
+    weights_dtype: torch.dtype
+    """Of the router's weights: a module's own math gets the probabilities as it always has."""
     gathered_from: tuple[Tensor, Tensor] | None = None
     """``(x_TD, token_of_row_R)`` where the rows are copies of this rank's tokens."""
 
@@ -112,7 +114,8 @@ def _hugging_face(experts: nn.Module, rows: LocalRows) -> Tensor:
 
 def _as_top_1(forward: Callable[..., Tensor], rows: LocalRows) -> Tensor:
     """Rows as tokens that each chose one expert."""
-    rows_RD, ids_R1, probs_R1 = rows.rows_RD, rows.expert_of_row_R.unsqueeze(1), rows.probs_R.unsqueeze(1)
+    rows_RD, ids_R1 = rows.rows_RD, rows.expert_of_row_R.unsqueeze(1)
+    probs_R1 = rows.probs_R.to(rows.weights_dtype).unsqueeze(1)
     if rows_RD.shape[0]:
         return forward(rows_RD, ids_R1, probs_R1)
     # A rank without rows runs one row of zeros and drops it: its parameters get a gradient of zeros, not

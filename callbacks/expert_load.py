@@ -1,0 +1,190 @@
+"""Watch how evenly a run's tokens fall on its experts.
+
+Shapes: E experts of a layer, T tokens of this rank, K experts per token.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer
+from lightning_moe_strategy.callbacks.expert_load_report import (
+    draw_heat_map,
+    layer_loads,
+    load_table,
+    summarize,
+)
+from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
+
+Tokens = dict[str, Tensor]
+"""Tokens per expert by layer."""
+
+
+class TokensPerExpert(Metric):
+    """Tokens each expert of a layer was chosen for, on this rank; exact, and added without a host sync."""
+
+    full_state_update = False
+    tokens_E: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__(sync_on_compute=False)
+        self.add_state("tokens_E", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, expert_ids_TK: Tensor) -> None:
+        ids = expert_ids_TK.detach().reshape(-1).long()
+        self.tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
+
+    def compute(self) -> Tensor:
+        return self.tokens_E
+
+
+class ExpertLoadMonitor(Callback):
+    """Log the skew (max / mean) of every layer's experts, and draw it at the end of fit. Added by the strategy.
+
+    Counts stay on the device and are summed over all ranks only when they are logged: no collective per step.
+    Activation recompute and accumulation do not change them, the sanity check is not counted, and training,
+    validation and test have statistics of their own. Loggers get, under ``expert_load/<stage>/``:
+
+    * ``skew``, ``skew_worst_layer``: over experts, mean of the layers and the worst of them;
+    * ``rank_skew``, ``rank_skew_worst_layer``: over the ranks of ep, whose slowest the step waits for;
+    * ``dead_experts``: experts, of all layers, that no token chose.
+
+    Training figures are of the tokens since the last figures; the progress bar shows the first as ``skew``.
+
+    Args:
+        log_every_n_steps: optimizer steps between two figures; None takes the Trainer's.
+        plot: write ``expert_load.png``, layers x experts over the whole fit, next to the logs, and print a table.
+
+    Attributes:
+        last_skew: the ``skew`` last logged in training; None before.
+        last_tokens: tokens per expert by layer, all ranks together, of the fit so far when last logged.
+    """
+
+    def __init__(self, log_every_n_steps: int | None = None, *, plot: bool = True) -> None:
+        if log_every_n_steps is not None and log_every_n_steps < 1:
+            raise ValueError(f"log_every_n_steps({log_every_n_steps}) must be at least 1, or None for the Trainer's.")
+        self.log_every_n_steps = log_every_n_steps
+        self.plot = plot
+        self.last_skew: float | None = None
+        self.last_tokens: Tokens = {}
+        self._metrics: dict[str, dict[str, TokensPerExpert]] = {}
+        self._observers: list[tuple[list[RoutingObserver], RoutingObserver]] = []
+        self._ep = 1
+        self._logged_step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_counting(trainer, "train")
+        self.last_skew, self.last_tokens = None, {}
+        self._logged_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        every = self.log_every_n_steps or _log_every_n_steps(trainer)
+        if "train" not in self._metrics or not every or step == self._logged_step or step % every:
+            return
+        self._logged_step = step
+        figures = self._log_train_figures(trainer)
+        pl_module.log("skew", figures["skew"], prog_bar=True, logger=False, batch_size=1)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if "train" not in self._metrics:
+            return
+        if self.last_skew is None:
+            self._log_train_figures(trainer)
+        layers = layer_loads(self._summed("train"), self._ep)
+        # log_dir is a broadcast: every rank asks for it.
+        directory = trainer.log_dir or trainer.default_root_dir
+        if self.plot and trainer.is_global_zero:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            draw_heat_map(layers, Path(directory) / "expert_load.png")
+            Console().print(load_table(layers))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._start_counting(trainer, "validate")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._log_evaluation(trainer, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_counting(trainer, "test")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, "test")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for observers, observer in self._observers:
+            observers.remove(observer)
+        self._observers, self._metrics = [], {}
+
+    def tokens_on_this_rank(self, stage: str) -> Tokens:
+        """Tokens per expert by layer that this rank routed in ``stage`` ("train", "validate", "test") so far."""
+        return {name: metric.tokens_E.clone() for name, metric in self._metrics.get(stage, {}).items()}
+
+    def _start_counting(self, trainer: Trainer, stage: str) -> None:
+        """Zeros for every layer, on every rank alike: a rank without batches takes part in the sums."""
+        strategy: Any = trainer.strategy
+        experts: Mapping[str, Any] = getattr(strategy, "experts", {})
+        if not experts:
+            return
+        self._ep = strategy.expert_mesh["ep"].size()
+        self._metrics[stage] = {
+            name: TokensPerExpert(int(module.num_experts)).to(strategy.root_device) for name, module in experts.items()
+        }
+        if not self._observers:
+            self._observers = [
+                (routing_observers(module), self._observer(trainer, name)) for name, module in experts.items()
+            ]
+            for observers, observer in self._observers:
+                observers.append(observer)
+
+    def _observer(self, trainer: Trainer, name: str) -> RoutingObserver:
+        def observe(expert_ids_TK: Tensor) -> None:
+            stage = trainer.state.stage
+            if stage is not None and stage.value in self._metrics:
+                self._metrics[stage.value][name].update(expert_ids_TK)
+
+        return observe
+
+    def _summed(self, stage: str) -> Tokens:
+        """Tokens per expert by layer over all ranks: one all-reduce for all layers."""
+        metrics = self._metrics[stage]
+        tokens = torch.cat([metric.tokens_E for metric in metrics.values()])
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        sizes = [metric.tokens_E.numel() for metric in metrics.values()]
+        return dict(zip(metrics, torch.split(tokens.cpu(), sizes), strict=True))
+
+    def _log_train_figures(self, trainer: Trainer) -> dict[str, float]:
+        tokens = self._summed("train")
+        recent = {name: count - self.last_tokens.get(name, 0) for name, count in tokens.items()}
+        self.last_tokens = tokens
+        figures = self._log(trainer, "train", recent)
+        self.last_skew = figures["skew"]
+        return figures
+
+    def _log_evaluation(self, trainer: Trainer, stage: str) -> None:
+        if stage in self._metrics:
+            self._log(trainer, stage, self._summed(stage))
+
+    def _log(self, trainer: Trainer, stage: str, tokens: Tokens) -> dict[str, float]:
+        figures = summarize(layer_loads(tokens, self._ep))
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"expert_load/{stage}/{name}": figure for name, figure in figures.items()}, step=trainer.global_step
+            )
+        return figures
+
+
+def _log_every_n_steps(trainer: Trainer) -> int:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every

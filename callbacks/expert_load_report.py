@@ -1,0 +1,131 @@
+"""How evenly tokens fell on experts: the numbers, the table and the picture.
+
+Shapes: E experts of a layer, P ranks of the ep axis.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+from torch import Tensor
+
+# A table of more lines than this scrolls the rest of the log away.
+MAX_TABLE_LAYERS = 16
+MAX_LAYER_LABELS = 32
+
+
+def skew(load: Tensor) -> float:
+    """max / mean, the seed's definition: 1 is even, and the step waits for this many mean loads. 1 without tokens."""
+    total = float(load.sum())
+    return float(load.max()) * load.numel() / total if total else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLoad:
+    """Tokens of one layer, all ranks together."""
+
+    name: str
+    tokens_E: Tensor
+    ep: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Routed rows: tokens times experts per token."""
+        return int(self.tokens_E.sum())
+
+    @property
+    def expert_skew(self) -> float:
+        return skew(self.tokens_E)
+
+    @property
+    def rank_skew(self) -> float:
+        """Skew over the ranks of the ep axis, rank r holding the r-th contiguous block of experts."""
+        return skew(self.tokens_E.view(self.ep, -1).sum(1))
+
+    @property
+    def num_dead_experts(self) -> int:
+        return int((self.tokens_E == 0).sum())
+
+
+def summarize(layers: Sequence[LayerLoad]) -> dict[str, float]:
+    """The numbers worth a line in a logger: mean over layers and the worst of them."""
+    expert_skews = [layer.expert_skew for layer in layers]
+    rank_skews = [layer.rank_skew for layer in layers]
+    return {
+        "skew": fmean(expert_skews),
+        "skew_worst_layer": max(expert_skews),
+        "rank_skew": fmean(rank_skews),
+        "rank_skew_worst_layer": max(rank_skews),
+        "dead_experts": float(sum(layer.num_dead_experts for layer in layers)),
+    }
+
+
+def load_table(layers: Sequence[LayerLoad]) -> Table:
+    """The layers with the highest skew, in the order of the model, and the mean over all."""
+    worst = sorted(layers, key=lambda layer: layer.expert_skew, reverse=True)[:MAX_TABLE_LAYERS]
+    title = "Expert load" if len(worst) == len(layers) else f"Expert load, {len(worst)} worst of {len(layers)} layers"
+    table = Table(title=title)
+    table.add_column("layer")
+    for header in ("rows", "skew", f"skew of ep={layers[0].ep}", "dead", "busiest"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for layer in layers:
+        if layer in worst:
+            table.add_row(
+                layer.name,
+                f"{layer.num_tokens:,}",
+                f"{layer.expert_skew:.2f}",
+                f"{layer.rank_skew:.2f}",
+                str(layer.num_dead_experts),
+                str(int(layer.tokens_E.argmax())),
+            )
+    mean = summarize(layers)
+    table.add_section()
+    table.add_row(
+        "mean", "", f"{mean['skew']:.2f}", f"{mean['rank_skew']:.2f}", f"{mean['dead_experts']:.0f} in all", ""
+    )
+    return table
+
+
+def draw_heat_map(layers: Sequence[LayerLoad], path: Path) -> None:
+    """Layers x experts as a PNG; the colour is a layer's load over its mean, lines separate the ranks of ep."""
+    num_experts = max(layer.tokens_E.numel() for layer in layers)
+    relative = torch.full((len(layers), num_experts), float("nan"))
+    for row, layer in zip(relative, layers, strict=True):
+        row[: layer.tokens_E.numel()] = layer.tokens_E / layer.tokens_E.double().mean().clamp(min=1e-12)
+    width = min(18.0, max(6.0, 2.5 + 0.12 * num_experts))
+    height = min(16.0, max(2.6, 1.6 + 0.24 * len(layers)))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    # 2 is where the busiest rank takes twice its share; above it one colour would hide how much.
+    highest = max(2.0, float(relative.nan_to_num(0).max()))
+    image = axes.imshow(relative.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=highest)
+    figure.colorbar(image, ax=axes, label="tokens / mean of the layer")
+    every = -(-len(layers) // MAX_LAYER_LABELS)
+    axes.set_yticks(range(0, len(layers), every), _short_names([layer.name for layer in layers])[::every])
+    axes.set(xlabel="expert", ylabel="layer", title=f"Expert load, mean skew {summarize(layers)['skew']:.2f}")
+    ep = layers[0].ep
+    for rank in range(1, ep):
+        axes.axvline(rank * num_experts / ep - 0.5, color="white", linewidth=0.8)
+    figure.savefig(path, dpi=120)
+
+
+def layer_loads(tokens: Mapping[str, Tensor], ep: int) -> list[LayerLoad]:
+    """One `LayerLoad` for each layer's count of tokens per expert."""
+    return [LayerLoad(name=name, tokens_E=tokens_E, ep=ep) for name, tokens_E in tokens.items()]
+
+
+def _short_names(names: list[str]) -> list[str]:
+    """Without what all names share: ``layers.3.mlp.experts`` among its like is ``3``."""
+    if len(names) == 1:
+        return names
+    prefix = os.path.commonprefix(names).rpartition(".")[0]
+    suffix = os.path.commonprefix([name[::-1] for name in names])[::-1].partition(".")[2]
+    start, end = len(prefix) + bool(prefix), len(suffix) + bool(suffix)
+    return [name[start : len(name) - end] for name in names]

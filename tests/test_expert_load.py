@@ -1,0 +1,298 @@
+"""Shapes: T tokens, K experts per token, E experts, D hidden size."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor, TokensPerExpert
+from lightning_moe_strategy.callbacks.expert_load_report import (
+    LayerLoad,
+    draw_heat_map,
+    layer_loads,
+    load_table,
+    skew,
+    summarize,
+)
+from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
+from lightning_moe_strategy.expert_parallel.experts import attach, find_experts
+from lightning_moe_strategy.models.moe import Experts
+
+NUM_EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 8, 16
+
+
+class Layer(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = Experts(NUM_EXPERTS, WIDTH, WIDTH)
+        self.recompute = recompute
+        self.routed: list[tuple[str, Tensor]] = []
+        self.stage = ""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weights_TK, ids_TK = self.router(x_TD).softmax(-1).topk(TOP_K)
+        self.routed.append((self.stage, ids_TK))
+        if self.recompute:
+            return x_TD + checkpoint(self.experts, x_TD, ids_TK, weights_TK, use_reentrant=False)
+        return x_TD + self.experts(x_TD, ids_TK, weights_TK)
+
+    def true_counts(self, stage: str) -> Tensor:
+        return torch.cat([ids.flatten() for seen, ids in self.routed if seen == stage]).bincount(minlength=NUM_EXPERTS)
+
+
+class TwoLayers(LightningModule):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(recompute) for _ in range(2)])
+
+    def step(self, batch: Tensor, stage: str) -> Tensor:
+        x_TD = batch.flatten(0, -2)
+        for layer in self.layers:
+            layer.stage = "sanity" if self.trainer.sanity_checking else stage
+            x_TD = layer(x_TD)
+        return x_TD.square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.step(batch, "validate")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.step(batch, "test")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(num: int) -> DataLoader:
+    torch.manual_seed(num)
+    return DataLoader(torch.randn(num, TOKENS, WIDTH), batch_size=1)
+
+
+class MemoryLogger(CSVLogger):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((step or 0, {k: v for k, v in metrics.items() if k.startswith("expert_load")}))
+
+    def figures(self, stage: str) -> list[tuple[int, dict[str, float]]]:
+        prefix = f"expert_load/{stage}/"
+        return [
+            (step, {name.removeprefix(prefix): figure for name, figure in line.items()})
+            for step, line in self.lines
+            if any(name.startswith(prefix) for name in line)
+        ]
+
+
+def make_trainer(directory: Path, model: TwoLayers, monitor: ExpertLoadMonitor, ep: int = 2, **kwargs: Any) -> Trainer:
+    """A one-device Trainer whose strategy answers what the monitor asks."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[monitor],
+        logger=MemoryLogger(directory),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **kwargs,
+    )
+    trainer.strategy.experts = find_experts(model)
+    trainer.strategy.expert_mesh = {"ep": SimpleNamespace(size=lambda: ep)}
+    return trainer
+
+
+def attached(recompute: bool = False) -> TwoLayers:
+    torch.manual_seed(0)
+    model = TwoLayers(recompute)
+    for experts in find_experts(model).values():
+        attach(experts, LocalDispatcher(NUM_EXPERTS))
+    return model
+
+
+class Recorder(ExpertLoadMonitor):
+    """Remembers the counts of each stage before they are dropped."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_end(trainer, pl_module)
+        self.counts = {stage: self.tokens_on_this_rank(stage) for stage in ("train", "validate")}
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_test_end(trainer, pl_module)
+        self.counts = {"test": self.tokens_on_this_rank("test")}
+
+
+def assert_counts(monitor: Recorder, model: TwoLayers, stage: str, num_batches: int) -> None:
+    for index, layer in enumerate(model.layers):
+        counts_E = monitor.counts[stage][f"layers.{index}.experts"]
+        assert torch.equal(counts_E, layer.true_counts(stage))
+        assert counts_E.sum() == num_batches * TOKENS * TOP_K
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_counts_are_tokens_times_k_per_stage(tmp_path: Path, recompute: bool, accumulate: int):
+    model, monitor = attached(recompute), Recorder(1)
+    trainer = make_trainer(
+        tmp_path, model, monitor, max_epochs=1, accumulate_grad_batches=accumulate, num_sanity_val_steps=2
+    )
+    trainer.fit(model, batches(6), batches(3))
+    assert_counts(monitor, model, "train", 6)
+    assert_counts(monitor, model, "validate", 3)
+    assert sum(stage == "sanity" for stage, _ in model.layers[0].routed) == 2
+    assert [step for step, _ in trainer.logger.figures("train")] == list(range(1, 6 // accumulate + 1))
+    trainer = make_trainer(tmp_path, model, monitor)
+    trainer.test(model, batches(2), verbose=False)
+    assert_counts(monitor, model, "test", 2)
+
+
+def test_logged_figures_are_of_the_tokens_since_the_last_ones(tmp_path: Path):
+    model, monitor = attached(), ExpertLoadMonitor()
+    trainer = make_trainer(tmp_path, model, monitor, max_steps=5, log_every_n_steps=2)
+    trainer.fit(model, batches(5))
+    (step_2, first), (step_4, second) = trainer.logger.figures("train")
+    assert (step_2, step_4) == (2, 4)
+    for figures, steps in ((first, slice(0, 2)), (second, slice(2, 4))):
+        counts = [
+            torch.cat([ids.flatten() for _, ids in layer.routed[steps]]).bincount(minlength=4) for layer in model.layers
+        ]
+        assert figures["skew"] == pytest.approx(sum(map(skew, counts)) / 2)
+        assert figures["skew_worst_layer"] == pytest.approx(max(map(skew, counts)))
+        rank_skews = [skew(c.view(2, 2).sum(1)) for c in counts]
+        assert figures["rank_skew"] == pytest.approx(sum(rank_skews) / 2)
+        assert figures["rank_skew_worst_layer"] == pytest.approx(max(rank_skews))
+        assert figures["dead_experts"] == sum(int((c == 0).sum()) for c in counts)
+    assert monitor.last_skew == second["skew"]
+    assert trainer.progress_bar_metrics["skew"] == pytest.approx(second["skew"], abs=1e-3)
+
+
+def test_a_fit_shorter_than_the_interval_still_has_a_skew(tmp_path: Path):
+    model, monitor = attached(), ExpertLoadMonitor(50, plot=False)
+    make_trainer(tmp_path, model, monitor, max_steps=3).fit(model, batches(3))
+    assert monitor.last_skew == pytest.approx(sum(skew(layer.true_counts("train")) for layer in model.layers) / 2)
+
+
+def test_the_end_of_fit_leaves_a_heat_map_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, monitor = attached(), ExpertLoadMonitor()
+    trainer = make_trainer(tmp_path, model, monitor, max_steps=2)
+    trainer.fit(model, batches(2))
+    image = matplotlib.image.imread(Path(trainer.log_dir) / "expert_load.png")
+    assert min(image.shape[:2]) > 200 and image[..., :3].std() > 0.05
+    table = capsys.readouterr().out
+    assert "layers.1.experts" in table and "skew of ep=2" in table and f"{2 * TOKENS * TOP_K}" in table
+
+
+def test_observers_go_when_the_trainer_is_done(tmp_path: Path):
+    model, monitor = attached(), Recorder(1, plot=False)
+    for _ in range(2):
+        make_trainer(tmp_path, model, monitor, max_epochs=1).fit(model, batches(2), batches(1))
+        for layer in model.layers:
+            layer.routed = layer.routed[-3:]
+        assert_counts(monitor, model, "train", 2)
+
+
+def test_a_model_without_experts_is_left_alone(tmp_path: Path):
+    monitor = ExpertLoadMonitor(1)
+    trainer = make_trainer(tmp_path, attached(), monitor, max_steps=1)
+    trainer.strategy.experts = {}
+    model = attached()
+    trainer.fit(model, batches(1))
+    assert monitor.last_skew is None and not (Path(trainer.log_dir) / "expert_load.png").exists()
+
+
+def reduce_on_ranks(rank_without_tokens: int) -> tuple[list[dict[str, float]], dict[str, list[int]], int]:
+    """Two micro-batches, figures after them; one rank routes nothing."""
+    rank, calls, lines = dist.get_rank(), [], []
+    experts = Experts(NUM_EXPERTS, WIDTH, WIDTH)
+    undo = attach(experts, LocalDispatcher(NUM_EXPERTS))
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: lines.append(metrics))
+    strategy = SimpleNamespace(
+        experts={"layer": experts}, expert_mesh={"ep": SimpleNamespace(size=lambda: 2)}, root_device=torch.device("cpu")
+    )
+    trainer: Any = SimpleNamespace(
+        strategy=strategy,
+        global_step=0,
+        log_every_n_steps=1,
+        loggers=[logger],
+        state=SimpleNamespace(stage=RunningStage.TRAINING),
+        sanity_checking=False,
+    )
+    module: Any = SimpleNamespace(log=lambda *args, **kwargs: None)
+    monitor = ExpertLoadMonitor()
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    try:
+        monitor.on_fit_start(trainer, module)
+        for micro_batch in range(2):
+            if rank != rank_without_tokens:
+                ids_TK = torch.full((3, 1), rank)
+                experts(torch.randn(3, WIDTH), ids_TK, torch.ones(3, 1))
+            trainer.global_step = micro_batch
+            monitor.on_train_batch_end(trainer, module, None, None, micro_batch)
+    finally:
+        dist.all_reduce = original
+        monitor.teardown(trainer, module, "fit")
+        undo()
+    return lines, {name: count.tolist() for name, count in monitor.last_tokens.items()}, len(calls)
+
+
+def test_ranks_are_summed_once_when_logged(ranks4: Any):
+    for lines, tokens, num_collectives in ranks4(reduce_on_ranks, 2):
+        assert tokens == {"layer": [6, 6, 0, 6]}
+        assert num_collectives == 1
+        (figures,) = lines
+        assert figures["expert_load/train/skew"] == pytest.approx(6 / 4.5)
+        assert figures["expert_load/train/rank_skew"] == pytest.approx(12 / 9)
+        assert figures["expert_load/train/dead_experts"] == 1
+
+
+def test_skew_is_max_over_mean():
+    assert skew(torch.tensor([1, 1, 1, 1])) == 1.0
+    assert skew(torch.tensor([4, 0, 0, 0])) == 4.0
+    assert skew(torch.tensor([0, 0])) == 1.0
+
+
+def test_counting_adds_ids_of_any_integer_dtype_exactly():
+    metric = TokensPerExpert(3)
+    metric.update(torch.tensor([[0, 2]], dtype=torch.int32))
+    with torch.inference_mode():
+        metric.update(torch.tensor([[2, 2]]))
+    metric.update(torch.zeros(0, 2, dtype=torch.int64))
+    assert metric.compute().tolist() == [1, 0, 3] and metric.tokens_E.dtype == torch.int64
+
+
+def test_table_shows_the_worst_layers_in_the_order_of_the_model():
+    tokens = {f"layers.{i}.experts": torch.tensor([10 + i, 10, 10, 10]) for i in range(40)}
+    table = load_table(layer_loads(tokens, ep=2))
+    assert "16 worst of 40" in table.title
+    names = list(table.columns[0].cells)
+    assert names == [f"layers.{i}.experts" for i in range(24, 40)] + ["mean"]
+
+
+def test_heat_map_takes_layers_of_unequal_numbers_of_experts_and_none_used(tmp_path: Path):
+    layers = [
+        LayerLoad(name="a.experts", tokens_E=torch.tensor([1, 2, 3, 0]), ep=2),
+        LayerLoad(name="b.experts", tokens_E=torch.zeros(2, dtype=torch.int64), ep=2),
+    ]
+    draw_heat_map(layers, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 1000
+    assert summarize(layers)["dead_experts"] == 3
+
+
+def test_error_names_the_interval():
+    with pytest.raises(ValueError, match=r"log_every_n_steps\(0\)"):
+        ExpertLoadMonitor(0)
