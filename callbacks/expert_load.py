@@ -108,8 +108,7 @@ class ExpertLoadMonitor(Callback):
             Console().print(load_table(layers))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._start_counting(trainer, "validate")
+        self._start_counting(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:

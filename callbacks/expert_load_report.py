@@ -3,7 +3,6 @@
 Shapes: E experts of a layer, P ranks of the ep axis.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from statistics import fmean
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 from torch import Tensor
 
@@ -108,11 +108,13 @@ def draw_heat_map(layers: Sequence[LayerLoad], path: Path) -> None:
     image = axes.imshow(relative.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=highest)
     figure.colorbar(image, ax=axes, label="tokens / mean of the layer")
     every = -(-len(layers) // MAX_LAYER_LABELS)
-    axes.set_yticks(range(0, len(layers), every), _short_names([layer.name for layer in layers])[::every])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yticks(range(0, len(layers), every), short_names([layer.name for layer in layers])[::every])
     axes.set(xlabel="expert", ylabel="layer", title=f"Expert load, mean skew {summarize(layers)['skew']:.2f}")
     ep = layers[0].ep
-    for rank in range(1, ep):
-        axes.axvline(rank * num_experts / ep - 0.5, color="white", linewidth=0.8)
+    if all(layer.tokens_E.numel() == num_experts for layer in layers):
+        for rank in range(1, ep):
+            axes.axvline(rank * num_experts / ep - 0.5, color="white", linewidth=0.8)
     figure.savefig(path, dpi=120)
 
 
@@ -121,11 +123,21 @@ def layer_loads(tokens: Mapping[str, Tensor], ep: int) -> list[LayerLoad]:
     return [LayerLoad(name=name, tokens_E=tokens_E, ep=ep) for name, tokens_E in tokens.items()]
 
 
-def _short_names(names: list[str]) -> list[str]:
-    """Without what all names share: ``layers.3.mlp.experts`` among its like is ``3``."""
-    if len(names) == 1:
-        return names
-    prefix = os.path.commonprefix(names).rpartition(".")[0]
-    suffix = os.path.commonprefix([name[::-1] for name in names])[::-1].partition(".")[2]
-    start, end = len(prefix) + bool(prefix), len(suffix) + bool(suffix)
-    return [name[start : len(name) - end] for name in names]
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names without the parts all of them share: ``layers.3.mlp.experts`` among its like is ``3``."""
+    parts = [name.split(".") for name in names]
+    shortest = min(len(part) for part in parts)
+    first = _num_shared(parts)
+    last = min(_num_shared([part[::-1] for part in parts]), shortest - first)
+    if first + last >= shortest:
+        return list(names)
+    return [".".join(part[first : len(part) - last]) for part in parts]
+
+
+def _num_shared(parts: Sequence[Sequence[str]]) -> int:
+    num_same = 0
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        num_same += 1
+    return num_same

@@ -38,9 +38,7 @@ class ExpertPrefetch(Callback):
         self._order: list[str] = []
         self._units: dict[str, FSDPModule] = {}
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._enter(trainer, "train")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -62,12 +60,13 @@ class ExpertPrefetch(Callback):
             self._finish_recording()
             self._set_forward(self._forward_lists[self._stage])
 
-    on_validation_batch_start = _on_evaluation_batch_start
-    on_test_batch_start = _on_evaluation_batch_start
-    on_predict_batch_start = _on_evaluation_batch_start
-    on_validation_batch_end = _on_evaluation_batch_end
-    on_test_batch_end = _on_evaluation_batch_end
-    on_predict_batch_end = _on_evaluation_batch_end
+    # Lightning passes all by position; neither needs more than the Trainer.
+    on_validation_batch_start = _on_evaluation_batch_start  # type: ignore[assignment]
+    on_test_batch_start = _on_evaluation_batch_start  # type: ignore[assignment]
+    on_predict_batch_start = _on_evaluation_batch_start  # type: ignore[assignment]
+    on_validation_batch_end = _on_evaluation_batch_end  # type: ignore[assignment]
+    on_test_batch_end = _on_evaluation_batch_end  # type: ignore[assignment]
+    on_predict_batch_end = _on_evaluation_batch_end  # type: ignore[assignment]
 
     def _enter(self, trainer: Trainer, stage: str) -> None:
         if not self._units:

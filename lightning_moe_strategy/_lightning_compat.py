@@ -15,7 +15,6 @@ FLAVOUR = _autoload.flavour()
 if TYPE_CHECKING:
     from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-    from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.cli import _InstantiatorFn as CLIInstantiator
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root, _fabric = {
         "lightning": ("lightning.pytorch", "lightning.fabric"),

@@ -30,7 +30,7 @@ def all_to_all_rows(
     rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Rows sent to and received from each rank of the group, in rank order; the gradient goes the way back."""
-    received: Tensor = _AllToAllRows.apply(rows, list(send_counts), list(receive_counts), group)
+    received: Tensor = _AllToAllRows.apply(rows, list(send_counts), list(receive_counts), group)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -45,9 +45,7 @@ class _AllToAllRows(torch.autograd.Function):
         return _exchange(grad, ctx.receive_counts, ctx.send_counts, ctx.group), None, None, None
 
 
-def _exchange(
-    rows: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
-) -> Tensor:
+def _exchange(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
     return received

@@ -64,7 +64,9 @@ def _allocate(root: nn.Module, device: torch.device) -> None:
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             tied.setdefault(id(parameter), []).append((module, name))
-    root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    root._apply(  # type: ignore[no-untyped-call]
+        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device)
+    )
     for (first, first_name), *others in tied.values():
         for module, name in others:
             _bind(module, name, _tensor(first, first_name))
@@ -140,7 +142,7 @@ def _copy_own_part(full: Tensor, own: Tensor, row: int | None = None) -> None:
         if row is None:
             local_tensor(own).copy_(full[slices])
         elif slices[0].start <= row < slices[0].stop:
-            local_tensor(own)[row - slices[0].start].copy_(full[(0, *slices[1:])])
+            local_tensor(own)[row - slices[0].start].copy_(full[0][slices[1:]])
 
 
 def _owned_experts(module: nn.Module, tensors: list[str]) -> list[int]:

@@ -64,9 +64,7 @@ class MeshPrecision(Precision):
     ) -> None:
         super().backward(self._loss_to_backward(tensor), model, optimizer, *args, **kwargs)
 
-    def clip_gradients(
-        self, optimizer: Optimizer, clip_val: int | float = 0.0, *args: Any, **kwargs: Any
-    ) -> None:
+    def clip_gradients(self, optimizer: Optimizer, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         self._before_clipping()
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
@@ -78,9 +76,9 @@ class MeshPrecision(Precision):
                 f"The total gradient norm is {norm.item()}, so it cannot be clipped to {clip_val}. Look for a loss "
                 "or an input that is not finite, or allow it with error_if_nonfinite=False."
             )
-        factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            local_tensor(gradient).mul_(factor.to(gradient.dtype))
+        if gradients:
+            factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         for gradient in _gradients(optimizer):
@@ -96,8 +94,10 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     gradients = list(gradients)
     device = local_tensor(gradients[0]).device if gradients else _communication_device()
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        squares += local_tensor(gradient).double().square().sum() / _num_replicas(gradient)
+    if gradients:
+        norms = torch.stack(torch._foreach_norm([local_tensor(g) for g in gradients], dtype=torch.float64))
+        replicas = torch.tensor([_num_replicas(g) for g in gradients], dtype=torch.float64, device=device)
+        squares = (norms.square() / replicas).sum()
     if dist.is_initialized():
         dist.all_reduce(squares)
     return squares.sqrt().float()

@@ -29,9 +29,7 @@ class Unit:
         return self.name.count(".") + bool(self.name)
 
 
-def plan_units(
-    root: nn.Module, experts: Mapping[str, nn.Module], *, separate_routers: bool
-) -> tuple[Unit, ...]:
+def plan_units(root: nn.Module, experts: Mapping[str, nn.Module], *, separate_routers: bool) -> tuple[Unit, ...]:
     """Every unit of ``root`` in the order of ``named_modules`` (a parent before its children), the root included.
 
     A weight that several modules share (tied embeddings) belongs to the unit of their closest common parent, and
@@ -53,9 +51,7 @@ def plan_units(
     kinds |= {name: "rest" for name in _owners_of_loose_parameters(root, kinds)}
     kinds[""] = "rest"
     return tuple(
-        Unit(name=name, module=module, kind=kinds[name])
-        for name, module in root.named_modules()
-        if name in kinds
+        Unit(name=name, module=module, kind=kinds[name]) for name, module in root.named_modules() if name in kinds
     )
 
 

@@ -88,9 +88,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def latent(self, x_BSD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What determines a token's keys and values: latent_BSC and the rotated rope key [B, 1, S, rope]."""
-        latent_BSC, rope_BSN = torch.split(
-            self.kv_down_proj(x_BSD), [self.kv_lora, self.rope_head_dim], dim=-1
-        )
+        latent_BSC, rope_BSN = torch.split(self.kv_down_proj(x_BSD), [self.kv_lora, self.rope_head_dim], dim=-1)
         return self.kv_norm(latent_BSC), rotate(rope_BSN[:, None], angles, interleaved=True)
 
     def expand(self, latent_BSC: Tensor, rope_key_B1SN: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,9 +94,7 @@ class ModelConfig:
             names += ["kv_heads", "head_dim"]
         for name in names:
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name}({getattr(self, name)}) must be at least 1 with {self.attention} attention."
-                )
+                raise ValueError(f"{name}({getattr(self, name)}) must be at least 1 with {self.attention} attention.")
 
     @property
     def rotary_dim(self) -> int:

@@ -29,9 +29,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if self.max_documents is not None and self.max_documents < 1:
-            raise ValueError(
-                f"max_documents({self.max_documents}) must be at least 1, or None for all of them."
-            )
+            raise ValueError(f"max_documents({self.max_documents}) must be at least 1, or None for all of them.")
         if self.files is None:
             return
         for path in self.files:
@@ -41,9 +39,7 @@ class Corpus:
                     "Convert it, or rename it if it is one of these."
                 )
             if not path.is_file():
-                raise ValueError(
-                    f"files: {str(path)!r} is not a file. Check the path; folders are not searched."
-                )
+                raise ValueError(f"files: {str(path)!r} is not a file. Check the path; folders are not searched.")
         if not any(path.stat().st_size for path in self.files):
             raise ValueError(
                 f"files({[str(path) for path in self.files]}) hold no text. Give at least one file that is "
@@ -83,8 +79,7 @@ def _read(path: Path, text_column: str) -> Iterator[str]:
     for row in load_dataset(kind, data_files=str(path), split="train", streaming=True):
         if not isinstance(row.get(text_column), str):
             raise ValueError(
-                f"text_column({text_column!r}) is not a column of text in {path.name}. "
-                f"Name one of {sorted(row)}."
+                f"text_column({text_column!r}) is not a column of text in {path.name}. Name one of {sorted(row)}."
             )
         yield row[text_column]
 

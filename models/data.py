@@ -67,12 +67,8 @@ class TextDataModule(LightningDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        _require(
-            "vocab_size", vocab_size, vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}"
-        )
-        _require(
-            "sequence_length", sequence_length, sequence_length >= 2, "at least 2, a token and its target"
-        )
+        _require("vocab_size", vocab_size, vocab_size >= SMALLEST_VOCABULARY, f"at least {SMALLEST_VOCABULARY}")
+        _require("sequence_length", sequence_length, sequence_length >= 2, "at least 2, a token and its target")
         _require("batch_size", batch_size, batch_size >= 1, "at least 1")
         _require("packing", packing, packing in ("packed", "per_document"), "'packed' or 'per_document'")
         _require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, "in [0, 1)")

@@ -180,9 +180,7 @@ class HFCausalLM(CausalLanguageModel):
         num_tokens = (targets_BS != IGNORE_INDEX).sum()
         # The model divides by num_items_in_batch, so a batch without a single target gives zero and not 0/0.
         divisor = num_tokens.clamp(min=1)
-        output = self.model(
-            **_inputs(batch), labels=targets_BS, shift_labels=targets_BS, num_items_in_batch=divisor
-        )
+        output = self.model(**_inputs(batch), labels=targets_BS, shift_labels=targets_BS, num_items_in_batch=divisor)
         return output.loss, num_tokens
 
     def logits(self, batch: Batch) -> Tensor:
@@ -224,19 +222,13 @@ def _build_hugging_face(config: dict[str, Any] | str) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "HFCausalLM needs transformers: pip install 'lightning-moe-strategy[hf]'."
-        ) from error
+        raise ModuleNotFoundError("HFCausalLM needs transformers: pip install 'lightning-moe-strategy[hf]'.") from error
     if isinstance(config, str):
         if not Path(config).exists():
-            raise ValueError(
-                f"config({config!r}) does not exist. Give the path of a config.json or its folder."
-            )
+            raise ValueError(f"config({config!r}) does not exist. Give the path of a config.json or its folder.")
         hf_config = AutoConfig.from_pretrained(config)
     elif "model_type" not in config:
-        raise ValueError(
-            f"config has keys {sorted(config)} but no model_type. Add one, for example qwen3_moe."
-        )
+        raise ValueError(f"config has keys {sorted(config)} but no model_type. Add one, for example qwen3_moe.")
     else:
         hf_config = AutoConfig.for_model(**config)
     model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)

@@ -1,5 +1,6 @@
 """One process as the reference, a Trainer on gloo ranks as the claim: the same samples, the same optimizer."""
 
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 
 QUIET: dict[str, Any] = dict(
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir=tempfile.mkdtemp(prefix="trainer-"),
 )
 
 # fsdp, cp, d_rep, e_fsdp, ep, e_rep in {1, 2, 4}; ep < cp, ep > cp, ep = world, both kinds of replicas.

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy.context_parallel import gather
-from lightning_moe_strategy.context_parallel.attention_pieces import _CPU_FLASH, _MATH
+from lightning_moe_strategy.context_parallel.attention_pieces import _CPU_FLASH, _CUDA_FLASH, _MATH, piece_kernel
 from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout, contiguous, zigzag
 from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
@@ -138,18 +138,36 @@ def test_pieces_of_flash_attention_equal_plain_arithmetic(is_causal):
     torch.testing.assert_close(grads[0], grads[1])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fake_tensors_pass_through_every_kernel(device, dtype):
-    """Shapes and schemas of the kernels of a machine that is not here; head dim 20 is padded on CUDA."""
+@pytest.mark.parametrize(("kernel", "device"), [(_CPU_FLASH, "cpu"), (_CUDA_FLASH, "cuda"), (_MATH, "cpu")])
+@pytest.mark.parametrize("num_keys", [4, 9])
+def test_fake_tensors_pass_through_every_kernel(kernel, device, num_keys):
+    """Shapes and schemas of kernels, those of a machine that is not here included."""
+    width, width_v = kernel.head_dims(20, 16)
     with FakeTensorMode():
-        query = torch.randn(B, H, 4, 20, device=device, dtype=dtype, requires_grad=True)
-        key = torch.randn(B, G, 8, 20, device=device, dtype=dtype, requires_grad=True)
-        value = torch.randn(B, G, 8, 16, device=device, dtype=dtype, requires_grad=True)
-        out = causal_attention_on_gathered(query, key, value, layout=zigzag(8, 2), rank=1)
-        assert out.shape == (B, H, 4, 16) and out.dtype == dtype
-        grads = torch.autograd.grad(out.sum(), (query, key, value))
+        query = torch.empty(B, H, 4, width, device=device, dtype=torch.bfloat16)
+        key = torch.empty(B, G, num_keys, width, device=device, dtype=torch.bfloat16)
+        value = torch.empty(B, G, num_keys, width_v, device=device, dtype=torch.bfloat16)
+        out, lse = kernel.forward(query, key, value, num_keys == 4, 0.2)
+        assert out.shape == (B, H, 4, width_v) and lse.shape == (B, H, 4) and lse.dtype == torch.float32
+        grads = kernel.backward((out, query, out, lse), key, value, num_keys == 4, 0.2)
         assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dims", "kernel", "padded"),
+    [
+        ("cpu", torch.float32, (24, 16), _CPU_FLASH, (24, 24)),
+        ("cpu", torch.float64, (24, 16), _MATH, (24, 16)),
+        ("cuda", torch.bfloat16, (20, 16), _CUDA_FLASH, (24, 24)),
+        ("cuda", torch.float32, (20, 16), _MATH, (20, 16)),
+        ("cuda", torch.bfloat16, (320, 16), _MATH, (320, 16)),
+    ],
+)
+def test_the_kernel_and_its_head_dims_follow_device_and_dtype(device, dtype, head_dims, kernel, padded):
+    with FakeTensorMode():
+        query, value = (torch.empty(B, H, 4, dim, device=device, dtype=dtype) for dim in head_dims)
+        assert piece_kernel(query, value) is kernel
+    assert kernel.head_dims(*head_dims) == padded
 
 
 def test_autocast_casts_as_sdpa_does():

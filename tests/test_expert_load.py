@@ -21,11 +21,12 @@ from lightning_moe_strategy.callbacks.expert_load_report import (
     draw_heat_map,
     layer_loads,
     load_table,
+    short_names,
     skew,
     summarize,
 )
 from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
-from lightning_moe_strategy.expert_parallel.experts import attach, find_experts
+from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, routing_observers
 from lightning_moe_strategy.models.moe import Experts
 
 NUM_EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 8, 16
@@ -153,6 +154,7 @@ def test_counts_are_tokens_times_k_per_stage(tmp_path: Path, recompute: bool, ac
     trainer.fit(model, batches(6), batches(3))
     assert_counts(monitor, model, "train", 6)
     assert_counts(monitor, model, "validate", 3)
+    assert len(trainer.logger.figures("validate")) == 1
     assert sum(stage == "sanity" for stage, _ in model.layers[0].routed) == 2
     assert [step for step, _ in trainer.logger.figures("train")] == list(range(1, 6 // accumulate + 1))
     trainer = make_trainer(tmp_path, model, monitor)
@@ -198,11 +200,14 @@ def test_the_end_of_fit_leaves_a_heat_map_and_a_table(tmp_path: Path, capsys: py
 
 def test_observers_go_when_the_trainer_is_done(tmp_path: Path):
     model, monitor = attached(), Recorder(1, plot=False)
-    for _ in range(2):
-        make_trainer(tmp_path, model, monitor, max_epochs=1).fit(model, batches(2), batches(1))
+    trainer = make_trainer(tmp_path, model, monitor, max_epochs=1, num_sanity_val_steps=0)
+    for epoch in range(2):
+        trainer.fit_loop.max_epochs = epoch + 1
         for layer in model.layers:
-            layer.routed = layer.routed[-3:]
+            layer.routed.clear()
+        trainer.fit(model, batches(2), batches(1))
         assert_counts(monitor, model, "train", 2)
+        assert all(not routing_observers(layer.experts) for layer in model.layers)
 
 
 def test_a_model_without_experts_is_left_alone(tmp_path: Path):
@@ -281,6 +286,20 @@ def test_table_shows_the_worst_layers_in_the_order_of_the_model():
     assert "16 worst of 40" in table.title
     names = list(table.columns[0].cells)
     assert names == [f"layers.{i}.experts" for i in range(24, 40)] + ["mean"]
+
+
+@pytest.mark.parametrize(
+    "names, short",
+    [
+        (["model.layers.3.mlp.experts", "model.layers.12.mlp.experts"], ["3", "12"]),
+        (["model.layers.3.mlp.experts"], ["model.layers.3.mlp.experts"]),
+        (["encoder.experts", "decoder.experts"], ["encoder", "decoder"]),
+        (["a.b", "a.c"], ["b", "c"]),
+        (["experts", "layers.0.experts"], ["experts", "layers.0.experts"]),
+    ],
+)
+def test_layer_labels_leave_out_what_all_names_share(names: list[str], short: list[str]):
+    assert short_names(names) == short
 
 
 def test_heat_map_takes_layers_of_unequal_numbers_of_experts_and_none_used(tmp_path: Path):

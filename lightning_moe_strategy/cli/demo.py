@@ -27,16 +27,15 @@ _CHECKPOINT_VARIABLE = "LIGHTNING_MOE_DEMO_CHECKPOINT"
 def run_demo(arguments: Sequence[str]) -> None:
     """Train, and print the result as the last line."""
     parser = argparse.ArgumentParser(prog="lightning-moe demo", description=__doc__)
-    parser.add_argument("--root", type=Path, default=Path("runs/demo"), help="where results go (%(default)s)")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of this run")
+    parser.add_argument("--steps", type=int, help="optimizer steps of this run (default: those of the config)")
     options = parser.parse_args(arguments)
 
     config = Path(str(files("lightning_moe_strategy.configs") / "tiny_cpu.yaml"))
-    steps = options.steps or yaml.safe_load(config.read_text())["trainer"]["max_steps"]
-    checkpoint = _checkpoint_to_resume(options.root / "checkpoints")
+    trainer = yaml.safe_load(config.read_text())["trainer"]
+    checkpoint = _checkpoint_to_resume(Path(trainer["default_root_dir"]) / "checkpoints")
     done = int(checkpoint.stem.removeprefix("step=")) if checkpoint else 0
+    steps = options.steps or trainer["max_steps"]
     command = ["fit", "--config", str(config), "--trainer.max_steps", str(done + steps)]
-    command += ["--trainer.default_root_dir", str(options.root)]
     if checkpoint:
         command += ["--ckpt_path", str(checkpoint)]
         rank_zero_only(print)(f"demo: resuming from {checkpoint}")

@@ -21,9 +21,14 @@ class MoELightningCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         build = CLIInstantiator(cli=self, key="model")
 
-        def build_on_meta(model_class: type[LightningModule], *args: Any, **kwargs: Any) -> Any:
+        def build_on_meta(
+            model_class: type[LightningModule],
+            *args: Any,
+            applied_instantiation_links: dict[str, Any],  # jsonargparse gives it to whoever names it
+            **kwargs: Any,
+        ) -> LightningModule:
             with torch.device("meta"):
-                return build(model_class, *args, **kwargs)
+                return build(model_class, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
         if self._uses_strategy():
             self.parser.add_instantiator(build_on_meta, LightningModule, subclasses=True, prepend=True)

@@ -73,7 +73,7 @@ def _cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_out, query, out, lse = of_rows
     # The state of the dropout generator: never read, because nothing is dropped, but the schema asks for it.
-    unread = torch.empty(2, dtype=torch.uint64, device=query.device)
+    unread_seed, unread_offset = (torch.empty(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ()))
     grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad_out,
         query,
@@ -87,8 +87,8 @@ def _cuda_backward(
         key.shape[2],
         0.0,
         is_causal,
-        unread,
-        unread[0],
+        unread_seed,
+        unread_offset,
         scale=scale,
     )
     return grad_query, grad_key, grad_value

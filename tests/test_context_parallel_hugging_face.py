@@ -1,0 +1,217 @@
+"""Hugging Face models: what travels, what is refused and how it is said. Parity: test_zigzag.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_moe_strategy.context_parallel import gather
+from lightning_moe_strategy.context_parallel.adapt import adapt_attention
+from lightning_moe_strategy.context_parallel.layout import zigzag
+from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence
+from tests.test_zigzag import LATENT, hugging_face_model
+
+
+class Group:
+    """Two ranks, of which this process is the first: enough for what is refused before anything is gathered."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def split_for(cp, num_tokens=8, shift="model", mask=None):
+    layout = zigzag(num_tokens, cp.degree)
+    own = layout.token_ids(cp.rank)[None]
+    cp.sequence = LocalSequence(
+        layout=layout,
+        num_tokens=num_tokens,
+        position_ids_BL=own,
+        shift=shift,
+        shift_labels_BL=own,
+        attention_mask_BL=mask,
+    )
+    return own
+
+
+def adapted(kind="qwen3_moe", change=None, group=None):
+    model, blocks = hugging_face_model(kind)
+    if change is not None:
+        change(model)
+    cp = ContextParallel(group or Group())
+    adapt_attention(model, blocks, cp)
+    return model, cp
+
+
+def gathered_channels(kind, checkpointed):
+    """Channels per token of every all-gather in one forward and backward pass, per layer."""
+    channels = []
+    original = gather.all_gather_along_dim0
+
+    def spy(x, group):
+        channels.append(x[0, 0].numel())
+        return original(x, group)
+
+    model, cp = adapted(kind, group=dist.group.WORLD)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = split_for(cp)
+    gather.all_gather_along_dim0 = spy
+    try:
+        out = model(input_ids=ids, labels=ids)
+        in_forward = len(channels)
+        out.loss.backward()
+    finally:
+        gather.all_gather_along_dim0 = original
+    return channels[:in_forward], channels[in_forward:]
+
+
+def test_latent_attention_gathers_one_latent_and_rope_key_per_token(ranks2):
+    per_layer = [LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]]
+    assert ranks2(gathered_channels, "deepseek_v3", False) == [(per_layer * 2, [])] * 2
+    assert ranks2(gathered_channels, "deepseek_v3", True) == [(per_layer * 2, per_layer * 2)] * 2
+
+
+def test_grouped_query_attention_gathers_keys_and_values_once_per_pass(ranks2):
+    per_layer = [2 * 8, 2 * 8]  # key heads, head dim
+    assert ranks2(gathered_channels, "qwen3_moe", False) == [(per_layer * 2, per_layer * 2)] * 2
+    assert ranks2(gathered_channels, "qwen3_moe", True) == [(per_layer * 2, per_layer * 2)] * 2
+
+
+def test_classes_and_masks_of_transformers_stay_as_they_are():
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    before, _ = hugging_face_model("qwen3_moe")
+    model, _ = adapted()
+    assert "fsdp_cp_ep" not in ALL_MASK_ATTENTION_FUNCTIONS
+    assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def with_config(**values):
+    def change(model):
+        for name, value in values.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+def with_attribute(name, value):
+    def change(model):
+        setattr(model.model.layers[1].self_attn, name, value)
+
+    return change
+
+
+class Indexer(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_attribute("attention_dropout", 0.1), r"layers\.1\.self_attn has attention_dropout\(0\.1\).*=0\.0"),
+        (with_attribute("is_causal", False), r"layers\.1\.self_attn has is_causal=False"),
+        (with_attribute("sinks", nn.Parameter(torch.zeros(4))), r"layers\.1\.self_attn has attention sinks"),
+        (with_attribute("indexer", Indexer()), r"layers\.1\.self_attn\.indexer .*DSA"),
+        (with_attribute("conv1d", nn.Conv1d(8, 8, 4)), r"layers\.1\.self_attn\.conv1d is a convolution over tokens"),
+        (with_config(layer_types=["full_attention", "linear_attention"]), r"layer_types \['linear_attention'\]"),
+        (with_config(layer_types=["chunked_attention"]), r"layer_types \['chunked_attention'\]"),
+        (with_config(output_router_logits=True), r"router_aux_loss_coef=0\.001.*output_router_logits=False"),
+        (with_config(rope_parameters={"rope_type": "dynamic"}), r"rope_type 'dynamic'"),
+        (with_config(index_topk=4), r"index_topk\(4\)"),
+        (with_config(is_encoder_decoder=True), r"is_encoder_decoder=True"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_before_training(change, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(change=change)
+
+
+def test_router_loss_with_coefficient_zero_is_no_reason_to_refuse():
+    adapted(change=with_config(output_router_logits=True, router_aux_loss_coef=0.0))
+
+
+def test_a_model_without_the_attention_registry_is_refused():
+    model, blocks = hugging_face_model("qwen3_moe")
+    no = classmethod(lambda cls: False)
+    model.__class__ = type("Own", (type(model),), {"_can_set_attn_implementation": no})
+    with pytest.raises(ValueError, match=r"Own\) does not take its attention from transformers' registry"):
+        adapt_attention(model, blocks, ContextParallel(Group()))
+
+
+def test_a_window_smaller_than_the_sequence_is_refused_and_a_larger_one_is_not():
+    model, cp = adapted("mixtral", change=with_config(sliding_window=6))
+    ids = split_for(cp, num_tokens=8)
+    with pytest.raises(ValueError, match=r"sliding_window\(6\).*8 tokens"):
+        model(input_ids=ids)
+
+
+def forward_with_large_window():
+    model, cp = adapted("mixtral", change=with_config(sliding_window=8), group=dist.group.WORLD)
+    return model(input_ids=split_for(cp, num_tokens=8)).logits.shape
+
+
+def test_a_window_as_long_as_the_sequence_is_full_attention(ranks2):
+    assert ranks2(forward_with_large_window) == [(1, 4, 97)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(attention_mask=torch.tensor([[0, 1, 1, 1]])), "attention_mask of its own making"),
+        (dict(cache=object()), "generation with a cache"),
+        (dict(output_router_logits=True), r"router_aux_loss_coef=0\.001"),
+    ],
+)
+def test_arguments_that_a_part_of_a_sequence_cannot_honour_are_refused(arguments, message):
+    model, cp = adapted()
+    ids = split_for(cp)
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=ids, **arguments)
+
+
+def test_labels_for_a_model_that_shifts_need_that_shift():
+    model, cp = adapted()
+    ids = split_for(cp, shift="none")
+    with pytest.raises(ValueError, match=r"shift='none'.*shift='model'"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_positions_counted_from_zero_are_refused_in_the_first_step():
+    model, cp = adapted()
+    ids = split_for(cp)
+    with pytest.raises(ValueError, match="not those of this rank's tokens"):
+        with cp.step("train"):
+            model(input_ids=ids, position_ids=torch.arange(4)[None])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(softcap=30.0), "a cap on attention scores"),
+        (dict(s_aux=torch.zeros(4)), "attention sinks"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 4])), "packed documents"),
+    ],
+)
+def test_what_a_layer_asks_of_its_attention_is_checked(options, message):
+    model, cp = adapted()
+    ids = split_for(cp)
+    with pytest.raises(ValueError, match=rf"model\.layers\.0 uses {message}"):
+        model(input_ids=ids, **options)
+
+
+def test_a_latent_layer_called_without_its_model_says_so():
+    model, cp = adapted("deepseek_v3")
+    split_for(cp)
+    layer, x = model.model.layers[0], torch.randn(1, 4, 32)
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0 expanded this rank's latents only"):
+        layer(x, position_embeddings=model.model.rotary_emb(x, cp.current.position_ids_BL))
+
+
+def test_a_model_outside_of_a_step_says_what_is_missing():
+    model, _ = adapted()
+    with pytest.raises(RuntimeError, match=r"no batch was split.*ZigZagContextParallel"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
