@@ -20,6 +20,7 @@ from lightning_moe_strategy.callbacks.expert_load_report import (
     load_table,
     summarize,
 )
+from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
 
 Tokens = dict[str, Tensor]
@@ -36,9 +37,11 @@ class TokensPerExpert(Metric):
         super().__init__(sync_on_compute=False)
         self.add_state("tokens_E", torch.zeros(num_experts, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, expert_ids_TK: Tensor) -> None:
+    def update(self, expert_ids_TK: Tensor, counts_T: Tensor | None = None) -> None:
+        """``counts_T`` (bool) leaves out padding; None counts every token."""
         ids = expert_ids_TK.detach().reshape(-1).long()
-        self.tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
+        ones = torch.ones_like(ids) if counts_T is None else counts_T.long().repeat_interleave(expert_ids_TK.shape[1])
+        self.tokens_E.scatter_add_(0, ids, ones)
 
     def compute(self) -> Tensor:
         return self.tokens_E
@@ -48,7 +51,7 @@ class ExpertLoadMonitor(Callback):
     """Log the skew (max / mean) of every layer's experts, and draw it at the end of fit. Added by the strategy.
 
     Counts stay on the device and are summed over all ranks only when they are logged: no collective per step.
-    Activation recompute and accumulation do not change them, the sanity check is not counted, and training,
+    Activation recompute, accumulation and padding do not change them, the sanity check is not counted, and training,
     validation and test have statistics of their own. Loggers get, under ``expert_load/<stage>/``:
 
     * ``skew``, ``skew_worst_layer``: over experts, mean of the layers and the worst of them;
@@ -150,7 +153,8 @@ class ExpertLoadMonitor(Callback):
         def observe(expert_ids_TK: Tensor) -> None:
             stage = trainer.state.stage
             if stage is not None and stage.value in self._metrics:
-                self._metrics[stage.value][name].update(expert_ids_TK)
+                real_T = _real_tokens(trainer, num_tokens=expert_ids_TK.shape[0])
+                self._metrics[stage.value][name].update(expert_ids_TK, real_T)
 
         return observe
 
@@ -182,6 +186,17 @@ class ExpertLoadMonitor(Callback):
                 {f"expert_load/{stage}/{name}": figure for name, figure in figures.items()}, step=trainer.global_step
             )
         return figures
+
+
+def _real_tokens(trainer: Trainer, num_tokens: int) -> Tensor | None:
+    """Which of the routed tokens are no padding; None when all are, or when they are not the batch's tokens."""
+    micro_batch: MicroBatch | None = getattr(trainer.strategy, "micro_batch", None)
+    real_BL = None if micro_batch is None else micro_batch.real_tokens_BL
+    if real_BL is None:
+        return None
+    if real_BL.numel() - real_BL.shape[0] == num_tokens:
+        real_BL = real_BL[:, :-1]  # the LightningModule dropped the last token of every row before its model
+    return real_BL.reshape(-1) if real_BL.numel() == num_tokens else None
 
 
 def _log_every_n_steps(trainer: Trainer) -> int:

@@ -153,7 +153,7 @@ class ResolvedDims(ParallelDims):
         """The layout as a plain-text table: what each axis exchanges, and over which link."""
         dense, expert = (self.d_rep, self.fsdp, self.cp), (self.e_rep, self.e_fsdp, self.ep)
         lines = [
-            f"{self.world_size} GPUs, {self.world_size // self.ranks_per_domain} NVLink domains of {self.nvl}"
+            f"{self.world_size} ranks, {self.world_size // self.ranks_per_domain} NVLink domain(s) of {self.nvl}"
             f" ({self.ranks_per_domain} used in each), data parallel degree {self.dp}",
             f"dense mesh (d_rep, fsdp, cp) = {dense}, expert mesh (e_rep, e_fsdp, ep) = {expert}",
             f"{'axis':<10}{'degree':>7}{'groups':>8}  {'link':<20}exchanged",

@@ -3,10 +3,8 @@
 The methods stand in the order in which a Trainer calls them.
 """
 
-import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_moe_strategy import _torch_compat
 from lightning_moe_strategy._lightning_compat import (
     IS_INTERACTIVE,
     LightningModule,
@@ -36,45 +33,20 @@ from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
 from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
 from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
 from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
-from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, EPDispatcher, LocalDispatcher
-from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, require_experts
-from lightning_moe_strategy.initialization import materialize
-from lightning_moe_strategy.mesh import (
-    DenseMeshes,
-    ExpertMeshes,
-    ParallelDims,
-    ResolvedDims,
-    build_dense_meshes,
-    build_expert_meshes,
-)
+from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
+from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
+from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of
 from lightning_moe_strategy.precision import MeshPrecision
-from lightning_moe_strategy.sharding import shard, synchronize_initial_state
 from lightning_moe_strategy.token_mean import TokenMean
-from lightning_moe_strategy.units import Unit, find_blocks, plan_units
+from lightning_moe_strategy.units import Unit
 
 BatchTransform = Callable[[Any, str], Any]
 """A function of (batch, stage) that returns the batch the user's step gets."""
 
-_LAYOUT_ATTRIBUTE = "_fsdp_cp_ep_layout"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
-
-
-@dataclass(kw_only=True)
-class _Layout:
-    """How a module lies on the ranks. Kept with the module: another Trainer may use it after the first."""
-
-    requested: ParallelDims
-    dims: ResolvedDims
-    dense: DenseMeshes
-    context_parallel: ContextParallel
-    expert: ExpertMeshes | None = None
-    experts: dict[str, nn.Module] = field(default_factory=dict)
-    units: tuple[Unit, ...] = ()
-    precision: str = ""
 
 
 class FSDPCPEPStrategy(ModelParallelStrategy):
@@ -138,41 +110,42 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         self._init_seed = init_seed
         self._batch_transforms: list[BatchTransform] = []
         self._token_mean = TokenMean()
-        self._layout: _Layout | None = None
+        self._placement: Placement | None = None
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
         """What the current batch holds on this rank."""
 
     @property
-    def layout(self) -> _Layout:
-        if self._layout is None:
-            raise RuntimeError("The layout exists once the Trainer has started its processes.")
-        return self._layout
+    def placement(self) -> Placement:
+        """How the module lies on the ranks; it exists once the Trainer has started its processes."""
+        if self._placement is None:
+            raise RuntimeError("The placement exists once the Trainer has started its processes.")
+        return self._placement
 
     @property
     def dims(self) -> ResolvedDims:
         """The degrees in use."""
-        return self.layout.dims
+        return self.placement.dims
 
     @property
     def context_parallel(self) -> ContextParallel:
         """This rank's place in its cp group."""
-        return self.layout.context_parallel
+        return self.placement.context_parallel
 
     @property
     def expert_mesh(self) -> DeviceMesh:
         """The mesh with axes e_rep, e_fsdp, ep; it exists once the model is set up."""
-        assert self.layout.expert is not None
-        return self.layout.expert.mesh
+        assert self.placement.expert is not None
+        return self.placement.expert.mesh
 
     @property
-    def experts(self) -> dict[str, nn.Module]:
+    def experts(self) -> Mapping[str, nn.Module]:
         """Every layer's experts by name; empty before the model is set up."""
-        return self.layout.experts
+        return self.placement.experts
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """What is gathered and freed together, in the order of ``named_modules``."""
-        return self.layout.units
+        return self.placement.units
 
     @property
     def precision_plugin(self) -> Precision:
@@ -213,21 +186,21 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         assert self.lightning_module is not None
-        self._layout = getattr(self.lightning_module, _LAYOUT_ATTRIBUTE, None) or self._new_layout()
-        self._device_mesh = self.lightning_module._device_mesh = self.layout.dense.mesh
+        self._placement = placement_of(self.lightning_module) or self._new_placement()
+        self._device_mesh = self.lightning_module._device_mesh = self.placement.dense.mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one cp group read the same samples."""
-        return {"num_replicas": self.layout.dense.dp_size, "rank": self.layout.dense.dp_rank}
+        return {"num_replicas": self.placement.dense.dp_size, "rank": self.placement.dense.dp_rank}
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        if not isinstance(self.model, FSDPModule):
-            self._shard_model(self.model, trainer)
+        if placement_of(self.model) is None:
+            self._place(self.model, trainer)
         else:
-            self._check_sharded_model(self.model)
+            self._check_placed(self.model)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -235,59 +208,52 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _shard_model(self, model: nn.Module, trainer: Trainer) -> None:
-        layout, precision = self.layout, self.precision_plugin
-        assert isinstance(precision, MeshPrecision)
-        layout.precision = str(precision.precision)
-        layout.experts = find_experts(model)
-        counts = [int(experts.num_experts) for experts in layout.experts.values()]  # type: ignore[arg-type]
-        layout.dims = self._resolve_dims(num_experts=math.gcd(*counts) if counts else None)
-        require_experts(model, layout.dims.ep)
-        layout.expert = build_expert_meshes(layout.dims, self.root_device.type, self._mesh_timeout)
-        rank_zero_info(layout.dims.explain())
-        for warning in layout.dims.warnings():
-            rank_zero_warn(warning)
-
-        synchronize_initial_state(model, self.root_device)
+    def _place(self, model: nn.Module, trainer: Trainer) -> None:
+        placement, precision = self.placement, self.precision_plugin
+        assert isinstance(model, LightningModule) and isinstance(precision, MeshPrecision)
+        placement.precision = str(precision.precision)
+        placement.experts = find_experts(model)
+        placement.dims = self._resolve_dims(num_experts=common_num_experts(placement.experts))
+        require_experts(model, placement.dims.ep)
+        self._say_layout(placement.dims)
         precision.convert_module(model)
-        if layout.dims.cp > 1:
-            adapt_attention(model, find_blocks(model), layout.context_parallel)
-        for experts in layout.experts.values():
-            attach(experts, self._dispatcher(experts))
-        mixed = precision.compute_dtype is not None
-        layout.units = plan_units(model, layout.experts, separate_routers=mixed)
-        shard(layout.units, dense=layout.dense, expert=layout.expert, compute_dtype=precision.compute_dtype)
-        materialize(
+        place(
             model,
-            self.root_device,
-            seed=self._shared_init_seed(),
-            experts=layout.experts,
+            placement,
+            device=self.root_device,
+            timeout=self._mesh_timeout,
+            compute_dtype=precision.compute_dtype,
+            init_seed=int(self.broadcast(torch.initial_seed() if self._init_seed is None else self._init_seed)),
             values_will_be_loaded=trainer.ckpt_path is not None,
         )
-        self._register_root(model)
-        object.__setattr__(model, _LAYOUT_ATTRIBUTE, layout)
+        for step in _STEPS:
+            # The steps are how Lightning runs the module: they gather what it holds itself, as its forward does.
+            if is_overridden(step, model, LightningModule):
+                register_fsdp_forward_method(model, step)
 
-    def _check_sharded_model(self, model: nn.Module) -> None:
+    def _say_layout(self, dims: ResolvedDims) -> None:
+        rank_zero_info(dims.explain())
+        for warning in dims.warnings():
+            rank_zero_warn(warning)
+        if dims.cp_inter > 1:
+            rank_zero_warn(
+                f"cp_inter({dims.cp_inter}) lays the ranks out, but K and V are gathered over all of cp({dims.cp}) in "
+                "one step: exact, with more RDMA traffic than the two steps need."
+            )
+
+    def _check_placed(self, model: nn.Module) -> None:
         if any(not isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise RuntimeError(
                 "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
                 "validate, test and predict: return early in it when the model exists."
             )
         asked = (self._requested_dims, str(self.precision_plugin.precision))
-        if asked != (self.layout.requested, self.layout.precision):
+        if asked != (self.placement.requested, self.placement.precision):
             raise ValueError(
-                f"The model was sharded by an earlier Trainer as {self.layout.requested} with precision "
-                f"{self.layout.precision!r}; this Trainer asks for {asked[0]} with {asked[1]!r}. Use the same "
+                f"The model was sharded by an earlier Trainer as {self.placement.requested} with precision "
+                f"{self.placement.precision!r}; this Trainer asks for {asked[0]} with {asked[1]!r}. Use the same "
                 "arguments, or build the model anew."
             )
-
-    def _register_root(self, model: nn.Module) -> None:
-        """Let the LightningModule's steps gather what it holds itself, and make it the root of every unit."""
-        assert isinstance(model, LightningModule) and isinstance(model, FSDPModule)
-        for step in _STEPS:
-            if is_overridden(step, model, LightningModule):
-                register_fsdp_forward_method(model, step)
-        _torch_compat.initialize_fsdp_root(model)
 
     def register_batch_transform(self, transform: BatchTransform) -> None:
         """Apply ``transform(batch, stage)`` to every batch, after the user's own transfer hooks."""
@@ -323,6 +289,21 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         with self.context_parallel.step(stage):
             yield
 
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """All but the last micro-batch of a step: reduce to shards as always, but leave the replicas for the last.
+
+        Keeping whole gradients instead (no reduction at all) would take the memory that sharding saves.
+        """
+        modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
+        for module in modules:
+            module.set_requires_all_reduce(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.set_requires_all_reduce(True, recurse=False)
+
     def _sum_over_tokens(self, loss: Tensor) -> Tensor:
         module = self.lightning_module
         assert module is not None
@@ -353,26 +334,14 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             self.num_nodes * self.num_processes, local_world_size=self.num_processes, num_experts=num_experts
         )
 
-    def _new_layout(self) -> _Layout:
+    def _new_placement(self) -> Placement:
         dims = self._resolve_dims(num_experts=None)
-        if self._layout is None:
+        if self._placement is None:
             dense = build_dense_meshes(dims, self.root_device.type, self._mesh_timeout)
         else:
-            dense = self._layout.dense  # one Trainer, one module after another: the groups stay
+            dense = self._placement.dense  # one Trainer, one module after another: the groups stay
         context_parallel = ContextParallel(dense.cp_group)
-        return _Layout(requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel)
-
-    def _dispatcher(self, experts: nn.Module) -> EPDispatcher:
-        assert self.layout.expert is not None
-        num_experts = int(experts.num_experts)  # type: ignore[arg-type]
-        ep_mesh = self.layout.expert.ep_mesh
-        if ep_mesh.size() == 1:
-            return LocalDispatcher(num_experts)
-        return AllToAllDispatcher(num_experts, ep_mesh.get_group())
-
-    def _shared_init_seed(self) -> int:
-        seed = torch.initial_seed() if self._init_seed is None else self._init_seed
-        return int(self.broadcast(seed))
+        return Placement(requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -15,7 +15,10 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 
 QUIET: dict[str, Any] = dict(
-    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
     default_root_dir=tempfile.mkdtemp(prefix="trainer-"),
 )
 

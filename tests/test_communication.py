@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint
 
+from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
 from lightning_moe_strategy.callbacks.prefetch import backward_prefetch, forward_prefetch, group_units
 from lightning_moe_strategy.expert_parallel import local_math
 from lightning_moe_strategy.sharding import unsharded_units
@@ -139,6 +140,29 @@ def test_nothing_stays_unsharded_after_a_step_or_a_validation(make_model, ranks4
 def test_all_ranks_issue_the_same_collectives_in_the_same_order(ranks4):
     first, *others = (result["steps"] for result in ranks4(train, LAYOUTS_OF_4[4], make_plain))
     assert all(other == first for other in others)
+
+
+def all_reduces_of_replicas(degrees: dict[str, int], accumulate: int) -> int:
+    """Gradient all-reduces over replicas in one step; the strategy's own are single numbers."""
+    sizes: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def watched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = watched
+    try:
+        fit(degrees, make_plain, lambda dp: loader(8, 24, 8 // dp // accumulate), accumulate_grad_batches=accumulate,
+            callbacks=(ExpertLoadMonitor(plot=False),))  # fmt: skip
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return sum(size > 8 * LAYERS for size in sizes)
+
+
+def test_replicas_are_reduced_once_per_step_and_not_per_micro_batch(ranks4):
+    once = ranks4(all_reduces_of_replicas, LAYOUTS_OF_4[9], 1)
+    assert once[0] > 0 and ranks4(all_reduces_of_replicas, LAYOUTS_OF_4[9], 2) == once
 
 
 def experts(layer: int) -> str:

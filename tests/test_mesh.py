@@ -142,7 +142,7 @@ def test_groups_of_every_axis_split_the_world_and_agree_with_the_coordinates():
 
 def test_the_table_shows_what_crosses_rdma_in_the_256_gpu_plan():
     table = resolve(RACKS).explain()
-    assert "256 GPUs, 4 NVLink domains of 72 (64 used in each), data parallel degree 4" in table
+    assert "256 ranks, 4 NVLink domain(s) of 72 (64 used in each), data parallel degree 4" in table
     rows = {line.split()[0]: line for line in table.splitlines()[3:]}
     assert {axis for axis, row in rows.items() if "RDMA, 4 domains" in row} == {"d_rep", "e_fsdp"}
     assert {axis for axis, row in rows.items() if "NVLink" in row} == {"fsdp_cp", "cp", "ep"}

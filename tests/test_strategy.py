@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
+from lightning_moe_strategy import ExpertLoadMonitor, FSDPCPEPStrategy, ZigZagContextParallel
 from tests.modules import (
     IGNORED,
     VOCABULARY,
@@ -237,9 +237,12 @@ def accumulated_gradients(degrees: dict[str, int]) -> dict[str, Tensor]:
     return fit(degrees, PlainLanguageModel, make, shift="module", accumulate_grad_batches=2)[2].steps[0]
 
 
-def test_two_accumulated_micro_batches_equal_one_of_twice_the_size(ranks4):
+@pytest.mark.parametrize(
+    "degrees", [LAYOUTS_OF_4[2], LAYOUTS_OF_4[6], LAYOUTS_OF_4[9]], ids=["cp2", "d_rep2", "e_rep2"]
+)
+def test_two_accumulated_micro_batches_equal_one_of_twice_the_size(degrees, ranks4):
     _, expected, _ = reference(PlainLanguageModel, batches(1))
-    for gradients in ranks4(accumulated_gradients, LAYOUTS_OF_4[2]):
+    for gradients in ranks4(accumulated_gradients, degrees):
         difference, name = worst_difference(gradients, expected[0])
         assert difference < TOLERANCE, name
 
@@ -459,6 +462,32 @@ def fit_on_meta(degrees: dict[str, int]) -> list[bytes]:
 def test_a_model_on_meta_starts_from_the_same_numbers_on_every_layout(ranks4):
     first = ranks4(fit_on_meta, LAYOUTS_OF_4[2])[0]
     assert first == ranks4(fit_on_meta, LAYOUTS_OF_4[4])[0]
+
+
+def tokens_routed(degrees: dict[str, int], make_model: Any, shift: str, length: int) -> dict[str, Tensor]:
+    class Total(L.Callback):
+        tokens: dict[str, Tensor] = {}
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor = next(c for c in trainer.callbacks if isinstance(c, ExpertLoadMonitor))
+            self.tokens = monitor.tokens_on_this_rank("train")
+
+    def make(dp: int) -> DataLoader:
+        return loader(NUM_SAMPLES, length, NUM_SAMPLES // dp // 2)
+
+    total = Total()
+    fit(degrees, make_model, make, shift=shift, callbacks=(total,), accumulate_grad_batches=2)
+    return total.tokens
+
+
+@pytest.mark.parametrize(
+    ("make_model", "shift"), [(PlainLanguageModel, "module"), (HuggingFaceLanguageModel, "auto")], ids=["plain", "hf"]
+)
+def test_each_layer_counts_tokens_times_k_whatever_the_padding_and_accumulation(make_model, shift, ranks4):
+    length, top_k = 21, 2  # padded to 24, and one dummy on each rank where the module shifts
+    per_rank = ranks4(tokens_routed, LAYOUTS_OF_4[2], make_model, shift, length)
+    for layer in per_rank[0]:
+        assert sum(int(tokens[layer].sum()) for tokens in per_rank) == NUM_SAMPLES * length * top_k
 
 
 class ManualOptimization(PlainLanguageModel):

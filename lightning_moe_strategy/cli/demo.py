@@ -29,19 +29,30 @@ def run_demo(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="lightning-moe demo", description=__doc__)
     parser.add_argument("--steps", type=int, help="optimizer steps of this run (default: those of the config)")
     options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps({options.steps}) must be at least 1. Leave it out for the steps of the config.")
 
     config = Path(str(files("lightning_moe_strategy.configs") / "tiny_cpu.yaml"))
     trainer = yaml.safe_load(config.read_text())["trainer"]
     checkpoint = _checkpoint_to_resume(Path(trainer["default_root_dir"]) / "checkpoints")
     done = int(checkpoint.stem.removeprefix("step=")) if checkpoint else 0
     steps = options.steps or trainer["max_steps"]
-    command = ["fit", "--config", str(config), "--trainer.max_steps", str(done + steps)]
+    command = ["fit", "--config", str(config), *_ending_at(done + steps, trainer["val_check_interval"])]
     if checkpoint:
         command += ["--ckpt_path", str(checkpoint)]
         rank_zero_only(print)(f"demo: resuming from {checkpoint}")
     cli = run(command)
     assert isinstance(cli.datamodule, TextDataModule)
     _report(cli.trainer, cli.datamodule)
+
+
+def _ending_at(last_step: int, interval: int) -> list[str]:
+    """Options that end a fit at ``last_step`` with a validation and a checkpoint, whatever the config's interval."""
+    options = ["--trainer.max_steps", str(last_step)]
+    if last_step % interval:
+        options += ["--trainer.val_check_interval", str(last_step)]
+        options += ["--trainer.callbacks.every_n_train_steps", str(last_step)]
+    return options
 
 
 def _checkpoint_to_resume(folder: Path) -> Path | None:

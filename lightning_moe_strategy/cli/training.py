@@ -1,5 +1,6 @@
 """fit, validate, test and predict from a YAML file: LightningCLI with models built on the meta device."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,12 @@ import torch
 
 from lightning_moe_strategy._lightning_compat import CLIInstantiator, LightningCLI, LightningModule
 from lightning_moe_strategy.strategy import FSDPCPEPStrategy
+
+_NOT_FOR_USERS = (
+    r".*isinstance\(treespec, LeafSpec\).* is deprecated",  # Lightning 2.6 on torch 2.13, on every rank
+    "LightningCLI's args parameter is intended to run from within Python",  # a sub-command of ours is just that
+)
+"""Beginnings of warnings about the code of others, which nobody who reads them could act on."""
 
 _CLASS_PATHS = ("lightning_moe_strategy.FSDPCPEPStrategy", "lightning_moe_strategy.strategy.FSDPCPEPStrategy")
 
@@ -42,9 +49,12 @@ class MoELightningCLI(LightningCLI):
 
 def run(arguments: Sequence[str]) -> MoELightningCLI:
     """Parse the arguments of one command and run it; the finished CLI holds trainer, model and datamodule."""
-    return MoELightningCLI(
-        args=list(arguments),
-        trainer_defaults={"strategy": FSDPCPEPStrategy.strategy_name},
-        save_config_kwargs={"overwrite": True},
-        auto_configure_optimizers=False,
-    )
+    with warnings.catch_warnings():
+        for message in _NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message)
+        return MoELightningCLI(
+            args=list(arguments),
+            trainer_defaults={"strategy": FSDPCPEPStrategy.strategy_name},
+            save_config_kwargs={"overwrite": True},
+            auto_configure_optimizers=False,
+        )

@@ -37,6 +37,9 @@ class MicroBatch:
     num_loss_tokens: Tensor | None
     """Labels of this rank that count, after the shift: int64, 0-dim, on the batch's device. None without labels."""
 
+    real_tokens_BL: Tensor | None = None
+    """Which of this rank's tokens are no padding, the user's or the split's: bool. None when all are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceFields:
@@ -110,6 +113,7 @@ def count_whole(items: Mapping[Key, Any], fields: SequenceFields, shift: Shift, 
     return MicroBatch(
         num_tokens=fields.batch_size * fields.num_tokens,
         num_loss_tokens=None if labels is None else (labels != ignore_index).sum(),
+        real_tokens_BL=_as_bool(items.get("attention_mask"), (fields.batch_size, fields.num_tokens)),
     )
 
 
@@ -164,8 +168,22 @@ def split_items(
     counts = MicroBatch(
         num_tokens=fields.batch_size * layout.num_owned_before(fields.num_tokens, rank),
         num_loss_tokens=None if shifted_BL is None else (shifted_BL != ignore_index).sum(),
+        real_tokens_BL=_real_tokens(fields, sequence, rank),
     )
     return local, sequence, counts
+
+
+def _real_tokens(fields: SequenceFields, sequence: LocalSequence, rank: int) -> Tensor | None:
+    layout, shape = sequence.layout, (fields.batch_size, sequence.layout.tokens_per_rank)
+    mask_BL = _as_bool(sequence.attention_mask_BL, shape)
+    if layout.num_tokens == fields.num_tokens:
+        return mask_BL
+    is_token_L = (layout.token_ids(rank) < fields.num_tokens).to(fields.device)
+    return is_token_L.expand(shape) if mask_BL is None else is_token_L & mask_BL
+
+
+def _as_bool(mask: Any, shape: tuple[int, int]) -> Tensor | None:
+    return mask.bool() if isinstance(mask, Tensor) and mask.shape == shape else None
 
 
 def refuse_what_cannot_be_split(
