@@ -98,8 +98,8 @@ def place(
         experts=placement.experts,
         values_will_be_loaded=values_will_be_loaded,
     )
-    assert isinstance(module, FSDPModule)
-    _torch_compat.initialize_fsdp_root(module)
+    if isinstance(module, FSDPModule):
+        _torch_compat.initialize_fsdp_root(module)
     # Past nn.Module.__setattr__: the placement holds modules and is no submodule.
     object.__setattr__(module, _ATTRIBUTE, placement)
 

@@ -24,8 +24,10 @@ def shard(
     """Shard every unit in place, innermost first. The last unit is the root.
 
     ``compute_dtype`` None computes in the dtype of the parameters; otherwise parameters are gathered in it and
-    gradients are reduced in FP32.
+    gradients are reduced in FP32. One rank with one dtype has nothing to gather, cast or reduce: it is left alone.
     """
+    if dist.get_world_size() == 1 and compute_dtype is None:
+        return
     for unit in sorted(units, key=lambda unit: unit.depth, reverse=True):
         is_experts = unit.kind == "experts"
         if is_experts:

@@ -242,7 +242,8 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             )
 
     def _check_placed(self, model: nn.Module) -> None:
-        if any(not isinstance(parameter, DTensor) for parameter in model.parameters()):
+        is_sharded = isinstance(model, FSDPModule)
+        if any(isinstance(parameter, DTensor) != is_sharded for parameter in model.parameters()):
             raise RuntimeError(
                 "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
                 "validate, test and predict: return early in it when the model exists."

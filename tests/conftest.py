@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: ``ranks2``, ``ranks4``, ``ranks8`` run a function on gloo ranks (see ranks.py)."""
+"""Fixtures shared by all tests: ``ranks1``, ``ranks2``, ``ranks4``, ``ranks8`` run a function on gloo ranks (see ranks.py)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +24,11 @@ def _pool(world_size: int) -> Callable[..., list[Any]]:
             raise
 
     return run
+
+
+@pytest.fixture
+def ranks1() -> Callable[..., list[Any]]:
+    return _pool(1)
 
 
 @pytest.fixture

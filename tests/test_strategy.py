@@ -356,7 +356,7 @@ def fit_then_validate(degrees: dict[str, int], directory: str) -> dict[str, Any]
     )
     again = trainer.validate(model, batches(2), verbose=False)[0]["val_loss"]
     other = L.Trainer(
-        accelerator="cpu", devices=4, strategy=trainer.strategy.__class__(**degrees),
+        accelerator="cpu", devices=torch.distributed.get_world_size(), strategy=trainer.strategy.__class__(**degrees),
         callbacks=[ZigZagContextParallel(shift="module")], use_distributed_sampler=False, **QUIET,
     )  # fmt: skip
     with_other = other.validate(model, batches(2), verbose=False)[0]["val_loss"]
@@ -385,6 +385,24 @@ def test_fit_validate_save_and_resume_on_another_layout(ranks4, tmp_path):
     for step, state in ranks4(resume, LAYOUTS_OF_4[4], str(tmp_path / "last.ckpt")):
         assert step == 3
         for name, value in results[0]["state"].items():
+            assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_one_rank_is_one_process(precision, ranks1):
+    expected = (
+        bf16_in_one_process() if precision == "bf16-mixed" else reference(HuggingFaceLanguageModel, batches(1))[1][0]
+    )
+    fit_one = partial(gradients_of_first_step, precision=precision)
+    difference, name = worst_difference(ranks1(fit_one, {}, HuggingFaceLanguageModel)[0], expected)
+    assert difference < (3e-2 if precision == "bf16-mixed" else TOLERANCE), name
+
+
+def test_a_checkpoint_of_one_rank_resumes_on_four(ranks1, ranks4, tmp_path):
+    (result,) = ranks1(fit_then_validate, {}, str(tmp_path))
+    assert result["again"] == result["other"]
+    for _, state in ranks4(resume, LAYOUTS_OF_4[2], str(tmp_path / "last.ckpt")):
+        for name, value in result["state"].items():
             assert torch.equal(state[name], value), name
 
 
