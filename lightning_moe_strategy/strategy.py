@@ -3,12 +3,14 @@
 The methods stand in the order in which a Trainer calls them.
 """
 
+import atexit
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -184,7 +186,11 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         # Not ModelParallelStrategy's: it would build a (data_parallel, tensor_parallel) mesh.
         ParallelStrategy.setup_environment(self)
+        is_ours = not dist.is_initialized()
         self._setup_distributed()
+        if is_ours and dist.get_backend() == "gloo":
+            # Lightning does this for NCCL only, and gloo's threads may abort a process that just ends.
+            atexit.register(dist.destroy_process_group)
         assert self.lightning_module is not None
         self._placement = placement_of(self.lightning_module) or self._new_placement()
         self._device_mesh = self.lightning_module._device_mesh = self.placement.dense.mesh
@@ -343,6 +349,11 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             dense = self._placement.dense  # one Trainer, one module after another: the groups stay
         context_parallel = ContextParallel(dense.cp_group)
         return Placement(requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel)
+
+    def on_exception(self, exception: BaseException) -> None:
+        # Other ranks may wait in a collective this one will never join: end now, do not wait for them.
+        atexit.unregister(dist.destroy_process_group)
+        super().on_exception(exception)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: ``ranks1``, ``ranks2``, ``ranks4``, ``ranks8`` run a function on gloo ranks (see ranks.py)."""
+"""Fixtures shared by all tests: ``ranks1`` ... ``ranks8`` run a function on that many gloo ranks (see ranks.py)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
