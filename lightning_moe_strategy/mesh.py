@@ -1,5 +1,6 @@
 """The device meshes of a run, built from its degrees: every rank calls the builders, in the same order."""
 
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -72,10 +73,20 @@ def build_expert_meshes(dims: ResolvedDims, device_type: str, timeout: timedelta
 
 def _init_mesh(dims: ResolvedDims, axes: tuple[str, ...], device_type: str, timeout: timedelta) -> DeviceMesh:
     shape = tuple(dims.degree(axis) for axis in axes)
+    world = dist.group.WORLD
+    assert world is not None
+    return _mesh_of_this_world(world, shape, axes, device_type, timeout)
+
+
+@functools.cache
+def _mesh_of_this_world(
+    world: dist.ProcessGroup, shape: tuple[int, ...], axes: tuple[str, ...], device_type: str, timeout: timedelta
+) -> DeviceMesh:
+    """Made once: every group has threads and buffers of its own, and a process may build many Trainers."""
     # An axis over the whole world would reuse the world's group: cp, ep and the shards would queue behind
     # each other on one communicator and no prefetch could overlap. Naming the backend gives it its own group.
     own_groups: dict[int | str, Any] = {
-        axis: dist.get_backend() for axis, degree in zip(axes, shape, strict=True) if degree == dist.get_world_size()
+        axis: dist.get_backend() for axis, degree in zip(axes, shape, strict=True) if degree == world.size()
     }
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axes, backend_override=own_groups)
     for group in mesh.get_all_groups():

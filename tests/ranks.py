@@ -77,8 +77,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         function, args = pickle.loads(connection.recv_bytes())
         torch.manual_seed(0)
         try:
-            answer = (None, function(*args))
-            payload = pickle.dumps(answer)
+            payload = pickle.dumps((None, function(*args)))
         except Exception:
             payload = pickle.dumps((traceback.format_exc(), None))
         connection.send_bytes(payload)
