@@ -119,7 +119,7 @@ class PlainLanguageModel(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.log("train_loss", loss)
         return loss
 
@@ -162,7 +162,7 @@ class HuggingFaceLanguageModel(LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch).loss
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
