@@ -1,7 +1,9 @@
 """The strategy under a real Trainer on gloo ranks, against one process. REF is a plain loop over whole batches."""
 
 import logging
+import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -506,6 +508,71 @@ def test_each_layer_counts_tokens_times_k_whatever_the_padding_and_accumulation(
     per_rank = ranks4(tokens_routed, LAYOUTS_OF_4[2], make_model, shift, length)
     for layer in per_rank[0]:
         assert sum(int(tokens[layer].sum()) for tokens in per_rank) == NUM_SAMPLES * length * top_k
+
+
+def fit_with_init_module(degrees: dict[str, int], build: str) -> list[bytes]:
+    trainer = L.Trainer(
+        accelerator="cpu", devices=4, max_steps=1, **QUIET, strategy=FSDPCPEPStrategy(**degrees, init_seed=7),
+        callbacks=[ZigZagContextParallel(shift="module")],
+    )  # fmt: skip
+    if build == "init_module":
+        with trainer.init_module(empty_init=True):
+            model = PlainLanguageModel(learning_rate=0.0)
+    else:
+        with torch.device("meta"):
+            model = PlainLanguageModel(learning_rate=0.0)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    trainer.fit(model, batches(2))
+    return [whole(parameter.detach()).numpy().tobytes() for parameter in model.parameters()]
+
+
+def test_trainer_init_module_builds_on_meta_and_takes_the_seed(ranks4):
+    assert ranks4(fit_with_init_module, LAYOUTS_OF_4[2], "init_module") == ranks4(
+        fit_with_init_module, LAYOUTS_OF_4[4], "device"
+    )
+
+
+def dtypes_in_bf16_true(degrees: dict[str, int]) -> tuple[set[str], list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDPCPEPStrategy().precision_plugin = SimpleNamespace(precision="bf16-true")
+    trainer, model, _ = fit(degrees, HuggingFaceLanguageModel, batches, precision="bf16-true", max_steps=2)
+    state = [str(p.dtype) for p in model.parameters()]
+    buffers = sorted({str(buffer.dtype) for buffer in model.buffers()})
+    return set(state), buffers, " ".join(str(warning.message) for warning in caught)
+
+
+def test_bf16_true_keeps_bf16_weights_and_fp32_buffers_and_warns(ranks2):
+    results = ranks2(dtypes_in_bf16_true, dict(fsdp=2, e_fsdp=1, ep=2))
+    for parameters, buffers, _ in results:
+        assert parameters == {"torch.bfloat16"} and buffers == ["torch.float32"]
+    assert "no FP32 master weights" in results[0][2]
+
+
+class Predicting(PlainLanguageModel):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        callback = next(c for c in self.trainer.callbacks if isinstance(c, ZigZagContextParallel))
+        return callback.restore(self.decoder(batch["input_ids"], batch["position_ids"]))
+
+
+def predictions(degrees: dict[str, int], length: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=4, **QUIET, strategy=FSDPCPEPStrategy(**degrees),
+        callbacks=[ZigZagContextParallel(shift="none")],
+    )  # fmt: skip
+    return trainer.predict(Predicting(), loader(4, length, 2))
+
+
+def test_predictions_are_restored_to_the_order_of_the_sequence(ranks4):
+    length = 21  # padded to 24
+    torch.manual_seed(0)
+    model = PlainLanguageModel()
+    expected = [model.decoder(batch["input_ids"]).detach() for batch in loader(4, length, 2)]
+    # Ranks of one dp index read every second sample.
+    for rank, outputs in enumerate(ranks4(predictions, LAYOUTS_OF_4[2], length)):
+        for output, sample in zip(torch.cat(outputs), torch.cat(expected)[rank // 2 :: 2], strict=True):
+            torch.testing.assert_close(output, sample, rtol=1e-5, atol=1e-5)
 
 
 class ManualOptimization(PlainLanguageModel):
