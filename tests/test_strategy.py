@@ -50,6 +50,14 @@ def test_every_gradient_equals_one_process_on_every_layout(degrees, ranks4):
         assert difference < TOLERANCE, name
 
 
+def test_every_gradient_equals_one_process_with_all_six_degrees_at_two(ranks8):
+    degrees = dict(d_rep=2, fsdp=2, cp=2, e_rep=2, e_fsdp=2, ep=2)
+    _, expected, _ = reference(PlainLanguageModel, batches(1))
+    for gradients in ranks8(partial(gradients_of_first_step, shift="module"), degrees, PlainLanguageModel):
+        difference, name = worst_difference(gradients, expected[0])
+        assert difference < TOLERANCE, name
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("degrees", [LAYOUTS_OF_4[2], LAYOUTS_OF_4[4]], ids=["cp2-ep2", "cp4-ep4"])
 def test_every_gradient_of_unchanged_hugging_face_models_equals_one_process(model_type, degrees, ranks4):
