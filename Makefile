@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo check test test-slow clean
+.PHONY: help install demo check test test-slow browser clean
 help:
 	@echo "make demo       train a small mixture of experts on four processes (resumes when run again)"
 	@echo "make test       the tests (under 12 minutes on 2 cores)"
 	@echo "make test-slow  the tests marked slow"
+	@echo "make browser    Chromium for the tests of HTML pages (root and apt; part of make test-slow)"
 	@echo "make check      ruff, mypy strict, layering"
 	@echo "make install    the set-up alone: $(VENV) with all that the demo and the tests need"
 
@@ -32,8 +33,14 @@ check: install
 test: install
 	$(BIN)/python -m pytest -q -m "not slow"
 
-test-slow: install
+test-slow: install browser
 	$(BIN)/python -m pytest -q -m slow
+
+# Where it cannot be installed, the tests of HTML pages skip and say so.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	{ test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	echo "no Chromium, and no root or apt to install it: the tests of HTML pages skip"
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -13,6 +13,7 @@ commands:
   test       evaluate on the test data
   predict    run the model on the prediction data
   demo       train a small mixture of experts on four CPU processes; run again, it resumes
+  plan       memory, traffic and time of a run:  lightning-moe plan --model glm-5.2 --gpus 256 --context 1M
 
 options:
   --help     this page; 'lightning-moe fit --help' lists every option of a command
@@ -44,7 +45,11 @@ def main() -> int:
 
         run_demo(arguments[1:])
         return 0
-    commands = ", ".join((*TRAINER_COMMANDS, "demo"))
+    if arguments[0] == "plan":
+        from lightning_moe_strategy.cli.plan import run_plan
+
+        return run_plan(arguments[1:])
+    commands = ", ".join((*TRAINER_COMMANDS, "demo", "plan"))
     print(f"lightning-moe: command({arguments[0]!r}) must be one of {commands}.", file=sys.stderr)
     return 2
 

@@ -21,6 +21,7 @@ import lightning_moe_strategy
 from lightning_moe_strategy import ExpertLoadMonitor, ParallelDims, ThroughputMonitor
 from lightning_moe_strategy.__main__ import TRAINER_COMMANDS
 from lightning_moe_strategy.cli import demo
+from lightning_moe_strategy.cli.plan import run_plan
 from lightning_moe_strategy.cli.training import MoELightningCLI
 from lightning_moe_strategy.models.config import PRESETS
 from lightning_moe_strategy.precision import PrecisionName
@@ -124,8 +125,15 @@ def test_every_command_is_one():
     lines = [line.split("#")[0].split() for text in fences("bash") for line in text.splitlines()]
     spans = [span.split() for span in SPANS if span.startswith(("make ", "lightning-moe "))]
     for program, command, *options in [*lines, *spans]:
-        assert command in {"make": targets, "lightning-moe": {*TRAINER_COMMANDS, "demo"}}[program]
+        assert command in {"make": targets, "lightning-moe": {*TRAINER_COMMANDS, "demo", "plan"}}[program]
         assert all((ROOT / option).is_file() for option in options if option.endswith(".yaml"))
+
+
+def test_the_planners_verdict_is_what_the_command_above_it_prints(capsys: pytest.CaptureFixture[str]):
+    (command,) = [text.split("#")[0].split() for text in fences("bash") if text.startswith("lightning-moe plan")]
+    (shown,) = [text for text in fences("text") if text.startswith("Fits ")]
+    assert run_plan(command[2:]) == 0
+    assert capsys.readouterr().out.split()[-len(shown.split()) :] == shown.split()
 
 
 def test_the_demos_last_line_has_the_programs_format(capsys: pytest.CaptureFixture[str]):
