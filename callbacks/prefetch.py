@@ -1,64 +1,44 @@
 """Gather the next layer's weights while this one computes, forward and backward.
 
 FSDP prefetches on its own only as far as the CPU runs ahead of the GPU, and the split sizes of an all-to-all stop
-the CPU in every layer. So the order is spelled out: a block starts the gathers of its own experts and of the next
-block, and while its experts compute the next block's experts are on their way (seed, "Hiding eFSDP Communication").
+the CPU in every layer. So the order is spelled out; ``prefetch_order.py`` says which.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from lightning_moe_strategy import _torch_compat
 from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer
+from lightning_moe_strategy.prefetch_order import UnitPrefetch
 from lightning_moe_strategy.units import Unit
-
-Group = list[str]
-"""Names of a block's unit and of the units inside it, in the order in which they run."""
-
-PrefetchLists = dict[str, list[str]]
-"""For each unit by name, the units whose gathers it starts."""
 
 
 class ExpertPrefetch(Callback):
     """Explicit prefetch for every unit of any module tree. Added by the strategy.
 
-    The first step of each stage runs without it and shows in which order the units run. During a backward pass the
-    forward lists are empty: an activation recompute runs the experts' forward again, and must not gather the layer
-    after it a second time.
+    The first step of each stage runs without it and shows in which order the units run.
     """
 
     def __init__(self) -> None:
-        self._forward_lists: dict[str, PrefetchLists] = {}
-        self._stage = ""
-        self._recording: list[RemovableHandle] = []
-        self._order: list[str] = []
-        self._units: dict[str, FSDPModule] = {}
+        self._prefetch: UnitPrefetch | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._enter(trainer, "train")
+        self._of(trainer).before_batch("train")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._recording:
-            lists = backward_prefetch(group_units(self._finish_recording(), self._kinds))
-            for name, targets in lists.items():
-                self._units[name].set_modules_to_backward_prefetch([self._units[t] for t in targets])
-        self._set_forward({})
+        self._of(trainer).before_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._set_forward(self._forward_lists.get("train", {}))
+        self._of(trainer).after_backward()
 
     def _on_evaluation_batch_start(self, trainer: Trainer, *args: Any) -> None:
         stage = trainer.state.stage
-        self._enter(trainer, stage.value if stage is not None else "validate")
+        self._of(trainer).before_batch(stage.value if stage is not None else "validate")
 
-    def _on_evaluation_batch_end(self, *args: Any) -> None:
-        if self._recording:
-            self._finish_recording()
-            self._set_forward(self._forward_lists[self._stage])
+    def _on_evaluation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._of(trainer).after_evaluation_batch()
 
     # Lightning passes all by position; neither needs more than the Trainer.
     on_validation_batch_start = _on_evaluation_batch_start  # type: ignore[assignment]
@@ -68,86 +48,12 @@ class ExpertPrefetch(Callback):
     on_test_batch_end = _on_evaluation_batch_end  # type: ignore[assignment]
     on_predict_batch_end = _on_evaluation_batch_end  # type: ignore[assignment]
 
-    def _enter(self, trainer: Trainer, stage: str) -> None:
-        if not self._units:
-            self._adopt(trainer)
-        if stage == self._stage or not self._units:
-            return
-        self._stage = stage
-        if stage in self._forward_lists:
-            self._set_forward(self._forward_lists[stage])
-            return
-        self._set_forward({})
-        self._order = []
-        self._recording = [
-            _module(unit).register_forward_pre_hook(self._record(name)) for name, unit in self._units.items()
-        ]
-
-    def _adopt(self, trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
-        units: Sequence[Unit] = getattr(strategy, "units", ())
-        self._kinds = {unit.name: unit.kind for unit in units}
-        self._units = {unit.name: unit.module for unit in units if isinstance(unit.module, FSDPModule)}
-        if self._units and strategy.root_device.type == "cpu":
-            # gloo blocks in a synchronous all-gather; as asynchronous work it overlaps.
-            _torch_compat.set_asynchronous_unshard(self._units[""], True)
-
-    def _record(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if name not in self._order:
-                self._order.append(name)
-
-        return hook
-
-    def _finish_recording(self) -> list[str]:
-        for handle in self._recording:
-            handle.remove()
-        self._recording = []
-        self._forward_lists[self._stage] = forward_prefetch(group_units(self._order, self._kinds))
-        return self._order
-
-    def _set_forward(self, lists: PrefetchLists) -> None:
-        for name, unit in self._units.items():
-            unit.set_modules_to_forward_prefetch([self._units[target] for target in lists.get(name, [])])
-
-
-def group_units(order: Sequence[str], kinds: Mapping[str, str]) -> list[Group]:
-    """Units that run, in order, each block together with the router and experts inside it; the root left out."""
-    groups: list[Group] = []
-    for name in order:
-        if not name:
-            continue
-        if groups and kinds[name] in ("experts", "router") and name.startswith(f"{groups[-1][0]}."):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return groups
-
-
-def forward_prefetch(groups: Sequence[Group]) -> PrefetchLists:
-    """A block starts the rest of its own group and the next block; its experts start the whole next group."""
-    lists: PrefetchLists = {"": groups[0]} if groups else {}
-    for group, following in zip(groups, [*groups[1:], []], strict=True):
-        first, *rest = group
-        if not rest:
-            lists[first] = following
-        else:
-            lists[first] = [*rest, *following[:1]]
-            lists[rest[-1]] = following
-    return lists
-
-
-def backward_prefetch(groups: Sequence[Group]) -> PrefetchLists:
-    """A block starts the rest of its own group and the whole group before it."""
-    lists: PrefetchLists = {"": groups[-1]} if groups else {}
-    for group, preceding in zip(groups, [[], *groups[:-1]], strict=True):
-        first, *rest = group
-        lists[first] = [*rest[::-1], *preceding[:1], *preceding[:0:-1]]
-        for name in rest:
-            lists[name] = [*preceding[:1], *preceding[:0:-1]]
-    return lists
-
-
-def _module(unit: FSDPModule) -> nn.Module:
-    assert isinstance(unit, nn.Module)
-    return unit
+    def _of(self, trainer: Trainer) -> UnitPrefetch:
+        if self._prefetch is None or not self._prefetch.units:
+            strategy: Any = trainer.strategy
+            units: Sequence[Unit] = getattr(strategy, "units", ())
+            self._prefetch = UnitPrefetch(units)
+            if self._prefetch.units and strategy.root_device.type == "cpu":
+                # gloo blocks in a synchronous all-gather; as asynchronous work it overlaps.
+                _torch_compat.set_asynchronous_unshard(self._prefetch.units[""], True)
+        return self._prefetch

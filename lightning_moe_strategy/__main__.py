@@ -14,6 +14,7 @@ commands:
   predict    run the model on the prediction data
   demo       train a small mixture of experts on four CPU processes; run again, it resumes
   plan       memory, traffic and time of a run:  lightning-moe plan --model glm-5.2 --gpus 256 --context 1M
+  simulate   the same from the code that runs:   lightning-moe simulate --config configs/tiny_cpu.yaml
 
 options:
   --help     this page; 'lightning-moe fit --help' lists every option of a command
@@ -49,7 +50,11 @@ def main() -> int:
         from lightning_moe_strategy.cli.plan import run_plan
 
         return run_plan(arguments[1:])
-    commands = ", ".join((*TRAINER_COMMANDS, "demo", "plan"))
+    if arguments[0] == "simulate":
+        from lightning_moe_strategy.cli.simulate import run_simulate
+
+        return run_simulate(arguments[1:])
+    commands = ", ".join((*TRAINER_COMMANDS, "demo", "plan", "simulate"))
     print(f"lightning-moe: command({arguments[0]!r}) must be one of {commands}.", file=sys.stderr)
     return 2
 

@@ -1,15 +1,163 @@
 """Every private name of torch the package touches, each with the version it was seen in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map_only
+
+
+class OperationMode(TorchDispatchMode):
+    """Sees every operation on tensors below autograd, inside custom functions and hooks too. Seen in torch 2.11-2.13.
+
+    A subclass overrides ``run``.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one operation; ``operation(*args, **kwargs)`` computes it."""
+        return operation(*args, **kwargs)
+
+
+def copy_tensors(tree: Any) -> Any:
+    """A copy of every tensor in nested tuples and lists. Seen in torch 2.11-2.13."""
+    return tree_map_only(Tensor, torch.clone, tree)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts. Seen in torch 2.11-2.13."""
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Generator[None, None, None]:
+    """Call ``resized`` after every change of a storage's size: how FSDP frees gathered weights. Seen in 2.11-2.13."""
+    resize = torch.UntypedStorage.resize_
+
+    def watched(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def watched_units(around: Callable[[str, Any], AbstractContextManager[None]]) -> Generator[None, None, None]:
+    """Run FSDP's steps of every unit inside ``around(step, group)``. Seen in torch 2.11-2.13.
+
+    Steps: ``unshard`` issues a gather, ``wait_for_unshard`` copies it out, ``post_backward`` reduces gradients.
+    """
+    steps = ("unshard", "wait_for_unshard", "post_backward")
+    originals = {step: getattr(FSDPParamGroup, step) for step in steps}
+
+    def watched(step: str) -> Callable[..., Any]:
+        def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(step, group):
+                return originals[step](group, *args, **kwargs)
+
+        return run
+
+    for step in steps:
+        setattr(FSDPParamGroup, step, watched(step))
+    try:
+        yield
+    finally:
+        for step, original in originals.items():
+            setattr(FSDPParamGroup, step, original)
+
+
+def whole_gradients(group: Any) -> list[Tensor]:
+    """A unit's gradients before they are reduced. Seen in torch 2.11-2.13."""
+    found: list[Tensor | None] = []
+    for parameter in group.fsdp_params:
+        found.append(parameter.unsharded_accumulated_grad)
+        found.append(parameter.unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def sharded_gradients(group: Any) -> list[Tensor]:
+    """A unit's gradients after they were reduced. Seen in torch 2.11-2.13."""
+    gradients = (parameter.sharded_param.grad for parameter in group.fsdp_params)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def unit_name(group: Any) -> str:
+    """The unit's name below its root. Seen in torch 2.11-2.13."""
+    return group._module_fqn or ""
+
+
+def group_of_collective(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The process group among the arguments of a ``c10d`` operation. Seen in torch 2.11-2.13."""
+    boxed = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(boxed)
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int) -> Generator[None, None, None]:
+    """A process group of ``world_size`` ranks that are not there: collectives return at once. Seen in 2.11-2.13."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Tensors made inside have a shape and no values. Seen in torch 2.11-2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def needs_values() -> tuple[type[Exception], ...]:
+    """What is raised when an operation needs the values of a fake tensor. Seen in torch 2.11-2.13."""
+    from torch._subclasses import fake_tensor
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        fake_tensor.UnsupportedFakeTensorException,
+        fake_tensor.UnsupportedOperatorException,
+    )
+
+
+def random_state(generator: torch.Generator) -> Tensor:
+    """A generator's state, also among fake tensors, where ``get_state`` has no values. Seen in torch 2.11-2.13."""
+    with _disable_current_modes():
+        return generator.get_state()
+
+
+def is_same_state(some: Tensor, other: Tensor) -> bool:
+    """Whether two states of a generator are equal, also among fake tensors. Seen in torch 2.11-2.13."""
+    with _disable_current_modes():
+        return torch.equal(some, other)
 
 
 def in_backward() -> bool:
@@ -26,6 +174,11 @@ def saved_tensors_hook() -> Callable[..., Any] | None:
 def in_checkpointed_region() -> bool:
     """True where non-reentrant activation checkpointing drops what is saved, or just made it again."""
     return getattr(saved_tensors_hook(), "__module__", None) == "torch.utils.checkpoint"
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """Fail when a 0-dim condition is false, without a host sync on a GPU. Seen in torch 2.11-2.13."""
+    torch._assert_async(condition, message)
 
 
 def fsdp_groups(module: FSDPModule) -> list[Any]:

@@ -37,7 +37,7 @@ def materialize(
     """
     on_meta = {name: _own_meta_tensors(module) for name, module in root.named_modules()}
     on_meta = {name: tensors for name, tensors in on_meta.items() if tensors}
-    _allocate(root, device)
+    allocate(root, device)
     expert_names = {id(module): name for name, module in experts.items()}
     untouched: list[str] = []
     for name, module in root.named_modules():
@@ -59,7 +59,8 @@ def materialize(
         )
 
 
-def _allocate(root: nn.Module, device: torch.device) -> None:
+def allocate(root: nn.Module, device: torch.device) -> None:
+    """Move ``root`` to ``device``; what was on the meta device has no values there yet. Tied weights stay tied."""
     tied: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -16,7 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_moe_strategy import _torch_compat
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, EPDispatcher, LocalDispatcher
+from lightning_moe_strategy.expert_parallel.dispatch import (
+    AllToAllDispatcher,
+    AssumedRouting,
+    EPDispatcher,
+    LocalDispatcher,
+)
 from lightning_moe_strategy.expert_parallel.experts import attach
 from lightning_moe_strategy.initialization import materialize
 from lightning_moe_strategy.mesh import (
@@ -26,6 +31,7 @@ from lightning_moe_strategy.mesh import (
     ResolvedDims,
     build_expert_meshes,
 )
+from lightning_moe_strategy.recompute import Recompute, recompute_blocks
 from lightning_moe_strategy.sharding import shard, synchronize_initial_state
 from lightning_moe_strategy.units import Unit, find_blocks, plan_units
 
@@ -49,6 +55,10 @@ class Placement:
     """What is gathered and freed together, in the order of ``named_modules``; the root first."""
     precision: str = ""
     """The name the module was sharded with."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again."""
+    assumed_routing: AssumedRouting | None = None
+    """For a simulation: where tokens go, when they have no values that say so."""
 
 
 def placement_of(module: nn.Module) -> Placement | None:
@@ -78,19 +88,10 @@ def place(
     all ranks, is for what was built on the meta device; everything else starts as it is on rank 0.
 
     Raises:
-        ValueError: the model's attention cannot be split exactly under cp.
+        ValueError: the model's attention cannot be split exactly under cp, or it recomputes its blocks itself.
         RuntimeError: a tensor on the meta device has no initialiser and no checkpoint will give its value.
     """
-    dims, dense = placement.dims, placement.dense
-    if dims.cp > 1:
-        adapt_attention(module, find_blocks(module), placement.context_parallel)
-    placement.expert = expert = build_expert_meshes(dims, device.type, timeout)
-    for experts in placement.experts.values():
-        attach(experts, _dispatcher(experts, expert))
-    synchronize_initial_state(module, device)
-    # Under one dtype for all, a router needs no gather of its own.
-    placement.units = plan_units(module, placement.experts, separate_routers=compute_dtype is not None)
-    shard(placement.units, dense=dense, expert=expert, compute_dtype=compute_dtype)
+    adapt_and_shard(module, placement, device=device, timeout=timeout, compute_dtype=compute_dtype)
     materialize(
         module,
         device,
@@ -98,16 +99,46 @@ def place(
         experts=placement.experts,
         values_will_be_loaded=values_will_be_loaded,
     )
+    finish(module, placement)
+
+
+def adapt_and_shard(
+    module: nn.Module,
+    placement: Placement,
+    *,
+    device: torch.device,
+    timeout: timedelta,
+    compute_dtype: torch.dtype | None,
+) -> None:
+    """All of ``place`` that needs no values: what is on the meta device stays there."""
+    dims, dense, blocks = placement.dims, placement.dense, find_blocks(module)
+    if dims.cp > 1:
+        adapt_attention(module, blocks, placement.context_parallel)
+    placement.expert = expert = build_expert_meshes(dims, device.type, timeout)
+    for experts in placement.experts.values():
+        attach(experts, _dispatcher(experts, expert, placement.assumed_routing))
+    if placement.recompute == "block":
+        recompute_blocks(module, blocks, placement.experts)
+    synchronize_initial_state(module, device)
+    # Under one dtype for all, a router needs no gather of its own.
+    placement.units = plan_units(module, placement.experts, separate_routers=compute_dtype is not None)
+    shard(placement.units, dense=dense, expert=expert, compute_dtype=compute_dtype)
+
+
+def finish(module: nn.Module, placement: Placement) -> None:
+    """The end of ``place``, once every tensor is on its device."""
     if isinstance(module, FSDPModule):
         _torch_compat.initialize_fsdp_root(module)
     # Past nn.Module.__setattr__: the placement holds modules and is no submodule.
     object.__setattr__(module, _ATTRIBUTE, placement)
 
 
-def _dispatcher(experts: nn.Module, expert: ExpertMeshes) -> EPDispatcher:
+def _dispatcher(experts: nn.Module, expert: ExpertMeshes, assumed_routing: AssumedRouting | None) -> EPDispatcher:
     group: dist.ProcessGroup = expert.ep_mesh.get_group()
     num_experts = _num_experts(experts)
-    return LocalDispatcher(num_experts) if group.size() == 1 else AllToAllDispatcher(num_experts, group)
+    if group.size() == 1:
+        return LocalDispatcher(num_experts)
+    return AllToAllDispatcher(num_experts, group, assumed_routing)
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -7,7 +7,7 @@ import atexit
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from lightning_moe_strategy.expert_parallel.experts import find_experts, require
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
 from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of
 from lightning_moe_strategy.precision import MeshPrecision
+from lightning_moe_strategy.recompute import Recompute
 from lightning_moe_strategy.token_mean import TokenMean
 from lightning_moe_strategy.units import Unit
 
@@ -63,6 +64,8 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         ep: GPUs the experts are spread over; ``"auto"`` is the largest that stays inside an NVLink domain.
         cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over.
         nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
+        recompute: ``"block"`` keeps every block's input and routing and computes the rest again in the backward pass;
+            ``"none"`` keeps all.
         timeout: of every collective on every mesh axis.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.
         save_distributed_checkpoint: a directory with every rank's shards, or one file from rank 0.
@@ -87,6 +90,7 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         ep: int | Literal["auto"] = "auto",
         cp_inter: int = 1,
         nvl: int | Literal["auto"] = "auto",
+        recompute: Recompute = "none",
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         save_distributed_checkpoint: bool = True,
@@ -104,6 +108,9 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
                 f"start_method({start_method!r}) is not supported: spawned and forked ranks cannot hand sharded "
                 "tensors back to the parent. Leave start_method out and run a script with python, torchrun or srun."
             )
+        if recompute not in get_args(Recompute):
+            raise ValueError(f"recompute({recompute!r}) must be one of {', '.join(map(repr, get_args(Recompute)))}.")
+        self._recompute = recompute
         self._requested_dims = ParallelDims(
             d_rep=d_rep, fsdp=fsdp, cp=cp, e_rep=e_rep, e_fsdp=e_fsdp, ep=ep, cp_inter=cp_inter, nvl=nvl
         )
@@ -254,12 +261,13 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
                 "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
                 "validate, test and predict: return early in it when the model exists."
             )
-        asked = (self._requested_dims, str(self.precision_plugin.precision))
-        if asked != (self.placement.requested, self.placement.precision):
+        placed = self.placement
+        asked = (self._requested_dims, str(self.precision_plugin.precision), self._recompute)
+        if asked != (placed.requested, placed.precision, placed.recompute):
             raise ValueError(
-                f"The model was sharded by an earlier Trainer as {self.placement.requested} with precision "
-                f"{self.placement.precision!r}; this Trainer asks for {asked[0]} with {asked[1]!r}. Use the same "
-                "arguments, or build the model anew."
+                f"The model was sharded by an earlier Trainer as {placed.requested} with precision "
+                f"{placed.precision!r}, recompute={placed.recompute!r}; this Trainer asks for {asked[0]} with "
+                f"{asked[1]!r}, recompute={asked[2]!r}. Use the same arguments, or build the model anew."
             )
 
     def register_batch_transform(self, transform: BatchTransform) -> None:
@@ -348,7 +356,13 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         else:
             dense = self._placement.dense  # one Trainer, one module after another: the groups stay
         context_parallel = ContextParallel(dense.cp_group)
-        return Placement(requested=self._requested_dims, dims=dims, dense=dense, context_parallel=context_parallel)
+        return Placement(
+            requested=self._requested_dims,
+            dims=dims,
+            dense=dense,
+            context_parallel=context_parallel,
+            recompute=self._recompute,
+        )
 
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may wait in a collective this one will never join: end now, do not wait for them.

@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
-from lightning_moe_strategy.callbacks.prefetch import backward_prefetch, forward_prefetch, group_units
 from lightning_moe_strategy.expert_parallel import local_math
+from lightning_moe_strategy.prefetch_order import backward_prefetch, forward_prefetch, group_units
 from lightning_moe_strategy.sharding import unsharded_units
 from tests.modules import HuggingFaceLanguageModel, loader
 from tests.parity import LAYOUTS_OF_4, fit

@@ -42,7 +42,7 @@ def resolved_dims(name):
     degrees = trainer["strategy"]["init_args"]
     sizes = model["config"] if "config" in model else vars(ModelConfig.resolve(model["model"]))
     world = trainer["devices"] * trainer.get("num_nodes", 1)
-    dims = ParallelDims(**degrees)
+    dims = ParallelDims(**{axis: degree for axis, degree in degrees.items() if axis != "recompute"})
     return dims.resolve(world, local_world_size=trainer["devices"], num_experts=sizes["num_experts"]), world
 
 
@@ -92,6 +92,7 @@ def test_a_plan_is_the_seeds(name):
     assert ((dims.d_rep, dims.fsdp, dims.cp), (dims.e_fsdp, dims.ep)) == (dense, expert)
     assert dims.cp_inter == (8 if name.endswith("2d_cp") else 1)
     assert config["trainer"]["precision"] == "bf16-mixed"
+    assert config["trainer"]["strategy"]["init_args"]["recompute"] == "block"
     assert config["model"]["init_args"]["model"] == "glm-5.2"
     assert data["sequence_length"] == sequence_length
     assert data["batch_size"] * sequence_length // dims.cp == tokens_per_gpu

@@ -125,7 +125,7 @@ def test_every_command_is_one():
     lines = [line.split("#")[0].split() for text in fences("bash") for line in text.splitlines()]
     spans = [span.split() for span in SPANS if span.startswith(("make ", "lightning-moe "))]
     for program, command, *options in [*lines, *spans]:
-        assert command in {"make": targets, "lightning-moe": {*TRAINER_COMMANDS, "demo", "plan"}}[program]
+        assert command in {"make": targets, "lightning-moe": {*TRAINER_COMMANDS, "demo", "plan", "simulate"}}[program]
         assert all((ROOT / option).is_file() for option in options if option.endswith(".yaml"))
 
 

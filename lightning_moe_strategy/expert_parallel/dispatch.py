@@ -4,17 +4,41 @@ Shapes: T tokens of this rank, K experts per token, D hidden size, E experts in 
 P ranks of the ep group, R rows this rank computes. Rank r owns the experts ``r * L`` to ``(r + 1) * L - 1``.
 """
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_strategy._torch_compat import assert_later
 from lightning_moe_strategy.collectives import all_to_all_rows
 from lightning_moe_strategy.kernels.routing import Routing, gather_rows, sort_by_expert, sum_rows
 
 AssumedRouting = Literal["balanced", "worst"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """How many rows go where: what ranks tell each other before a dispatch, and the host waits for."""
+
+    sent_E: Tensor
+    received_PL: Tensor
+    num_sent: list[int]
+    """Rows to each rank of the group."""
+    num_received: list[int]
+    """Rows from each rank of the group."""
+
+
+@dataclass
+class SplitMemory:
+    """The splits of one pass through a block, in the order in which its experts run."""
+
+    kept: list[Splits] = field(default_factory=list)
+    num_replayed: int | None = None
+    """None while the first pass adds to ``kept``."""
 
 
 @dataclass(kw_only=True)
@@ -117,27 +141,73 @@ class AllToAllDispatcher:
             )
         self.num_experts, self.num_local_experts = num_experts, num_experts // self.num_ranks
         self.group, self.assumed_routing = group, assumed_routing
+        self._memory: SplitMemory | None = None
+
+    @contextmanager
+    def remember_splits(self, memory: SplitMemory, *, replaying: bool) -> Generator[None, None, None]:
+        """Keep the splits of every forward in ``memory``; when ``replaying``, take them from there, in order.
+
+        A replay then needs neither the all-to-all of counts nor the host sync.
+        """
+        outer, self._memory = self._memory, memory
+        memory.num_replayed = 0 if replaying else None
+        try:
+            yield
+        finally:
+            self._memory = outer
 
     def plan(self, expert_ids_TK: Tensor) -> Plan:
         routing = sort_by_expert(expert_ids_TK, self.num_experts)
-        if self.assumed_routing is not None:
-            num_sent, received = _assumed_counts(
-                self.assumed_routing, expert_ids_TK.shape, self.num_ranks, self.num_local_experts
+        splits = self._replayed_splits(routing)
+        if splits is None:
+            splits = self._assumed_splits(routing) if self.assumed_routing else self._agree_on_splits(routing)
+            if self._memory is not None:
+                self._memory.kept.append(splits)
+        exchange = _exchange_plan(splits.received_PL, splits.num_sent, splits.num_received)
+        return Plan(routing=routing, exchange=exchange)
+
+    def _replayed_splits(self, routing: Routing) -> Splits | None:
+        memory = self._memory
+        if memory is None or memory.num_replayed is None:
+            return None
+        splits = memory.kept[memory.num_replayed]
+        memory.num_replayed += 1
+        # Rows sent by counts that are not theirs would land at the wrong experts without a word.
+        assert_later(
+            (_counts(routing) == splits.sent_E).all(),
+            "A recompute chose other experts than the first pass: its router is not deterministic. "
+            "Set recompute='none'.",
+        )
+        return splits
+
+    def _agree_on_splits(self, routing: Routing) -> Splits:
+        sent_E = _counts(routing)
+        counts = [self.num_local_experts] * self.num_ranks
+        received_PL = all_to_all_rows(sent_E, counts, counts, self.group).view(self.num_ranks, -1)
+        # The layer's one host sync: a collective wants its split sizes on the host.
+        num_sent, num_received = torch.stack([sent_E.view(self.num_ranks, -1).sum(1), received_PL.sum(1)]).tolist()
+        num_ids = routing.row_of_slot_TK.numel()
+        if sum(num_sent) != num_ids:
+            raise ValueError(
+                f"{num_ids - sum(num_sent)} of {num_ids} expert ids are not below num_experts({self.num_experts}): "
+                "the router must return ids of this layer's experts."
             )
-            received_PL = torch.tensor(received, dtype=torch.int32, device=expert_ids_TK.device)
-            num_received = [sum(from_rank) for from_rank in received]
-        else:
-            sent_E = routing.offsets_E.diff(prepend=routing.offsets_E.new_zeros(1))
-            counts = [self.num_local_experts] * self.num_ranks
-            received_PL = all_to_all_rows(sent_E, counts, counts, self.group).view(self.num_ranks, -1)
-            # The layer's one host sync: a collective wants its split sizes on the host.
-            num_sent, num_received = torch.stack([sent_E.view(self.num_ranks, -1).sum(1), received_PL.sum(1)]).tolist()
-            if sum(num_sent) != expert_ids_TK.numel():
-                raise ValueError(
-                    f"{expert_ids_TK.numel() - sum(num_sent)} of {expert_ids_TK.numel()} expert ids are not "
-                    f"below num_experts({self.num_experts}): the router must return ids of this layer's experts."
-                )
-        return Plan(routing=routing, exchange=_exchange_plan(received_PL, num_sent, num_received))
+        return Splits(sent_E=sent_E, received_PL=received_PL, num_sent=num_sent, num_received=num_received)
+
+    def _assumed_splits(self, routing: Routing) -> Splits:
+        assert self.assumed_routing is not None
+        num_sent, received = _assumed_counts(
+            self.assumed_routing, routing.row_of_slot_TK.shape, self.num_ranks, self.num_local_experts
+        )
+        sent_E = _counts(routing)
+        counts = [self.num_local_experts] * self.num_ranks
+        all_to_all_rows(sent_E, counts, counts, self.group)  # what it would bring is assumed, what it costs is not
+        return Splits(
+            sent_E=sent_E,
+            received_PL=torch.tensor(received, dtype=torch.int32, device=routing.offsets_E.device),
+            num_sent=num_sent,
+            num_received=[sum(from_rank) for from_rank in received],
+        )
 
     def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         exchange = plan.exchange
@@ -162,6 +232,10 @@ class AllToAllDispatcher:
         )
         exchange.ticket = None
         return sum_rows(rows_RD, plan.routing.token_of_row_R, plan.routing.row_of_slot_TK)
+
+
+def _counts(routing: Routing) -> Tensor:
+    return routing.offsets_E.diff(prepend=routing.offsets_E.new_zeros(1))
 
 
 def _sorted_by_expert(x_TD: Tensor, probs_TK: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

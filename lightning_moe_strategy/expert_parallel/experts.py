@@ -128,6 +128,11 @@ def attach(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], None]:
     return undo
 
 
+def dispatcher_of(experts: nn.Module) -> EPDispatcher | None:
+    """The dispatcher that ``attach`` gave an experts module."""
+    return _attached.get(experts)
+
+
 def routing_observers(experts: nn.Module) -> list[RoutingObserver]:
     """The functions called with ``expert_ids_TK`` once per forward of an attached module; append to the list.
 

@@ -1,0 +1,1 @@
+"""What a simulated (or real) step is watched with: memory, communication, arithmetic."""
