@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_moe_strategy._torch_compat import set_asynchronous_unshard
-from lightning_moe_strategy.callbacks.prefetch import forward_prefetch, group_units
 from lightning_moe_strategy.mesh import build_dense_meshes, build_expert_meshes
 from lightning_moe_strategy.parallel_dims import ParallelDims
+from lightning_moe_strategy.prefetch_order import forward_prefetch, group_units
 from lightning_moe_strategy.sharding import shard
 from lightning_moe_strategy.units import plan_units
 
