@@ -85,18 +85,19 @@ def test_python_that_only_builds_runs_and_prints_the_text_below_it():
     assert checked == 2 and "print(" in README
 
 
-def fit_as_the_readme_says(source: str, world_size: int) -> tuple[dict[str, int], int]:
+def fit_as_the_readme_says(source: str, world_size: int, directory: Path) -> tuple[dict[str, int], int]:
     module = HuggingFaceLanguageModel()
     names = {"my_existing_lightning_module": module, "my_datamodule": loader(8, 16, 2)}
-    run_python(source.replace("devices=8", f"devices={world_size}"), names, max_steps=2)
+    with contextlib.chdir(directory):  # logs and pictures go to where the program runs
+        run_python(source.replace("devices=8", f"devices={world_size}"), names, max_steps=2)
     dims = module.trainer.strategy.dims
     return {axis: dims.degree(axis) for axis in ("fsdp", "cp", "ep")}, module.trainer.global_step
 
 
-def test_the_one_line_change_trains_an_unchanged_module(ranks2: Any):
+def test_the_one_line_change_trains_an_unchanged_module(ranks2: Any, tmp_path: Path):
     (source,) = [text for text in fences("python") if ".fit(" in text]
     assert "devices=8" in source
-    assert ranks2(fit_as_the_readme_says, source, 2) == [({"fsdp": 2, "cp": 1, "ep": 2}, 2)] * 2
+    assert ranks2(fit_as_the_readme_says, source, 2, tmp_path) == [({"fsdp": 2, "cp": 1, "ep": 2}, 2)] * 2
 
 
 @pytest.mark.parametrize("base", [LightningCLI, MoELightningCLI])
