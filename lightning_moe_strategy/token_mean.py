@@ -39,10 +39,10 @@ class TokenMean:
         self._micro_batches.clear()
         total = torch.stack(weights).sum()
         dist.all_reduce(total)
-        locals_ = [local_tensor(gradient) for gradient in gradients if gradient is not None]
-        if locals_:
+        local_gradients = [local_tensor(gradient) for gradient in gradients if gradient is not None]
+        if local_gradients:
             # A step without a single token has zero gradients: leave them zero.
-            torch._foreach_div_(locals_, total.clamp(min=1).to(torch.float32))
+            torch._foreach_div_(local_gradients, total.clamp(min=1).to(torch.float32))
 
 
 def _weight(micro_batch: MicroBatch) -> Tensor | int:

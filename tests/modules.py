@@ -1,6 +1,5 @@
 """Models a user could have written: nothing in them knows of ranks, meshes or this package."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -174,7 +173,3 @@ class HuggingFaceLanguageModel(LightningModule):
 
 def loader(num_samples: int, length: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(RandomTokens(num_samples, length, **options), batch_size=batch_size)
-
-
-def batches(data: DataLoader) -> Iterator[dict[str, Tensor]]:
-    yield from data

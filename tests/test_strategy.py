@@ -258,7 +258,7 @@ def test_two_accumulated_micro_batches_equal_one_of_twice_the_size(degrees, rank
 
 
 class Targets(RandomTokens):
-    """Tuples of inputs and targets that are shifted already."""
+    """Targets that are shifted already."""
 
     def __getitem__(self, index: int) -> Any:
         shifted = F.pad(self.labels[index][1:], (0, 1), value=IGNORED)

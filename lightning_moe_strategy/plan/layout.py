@@ -64,11 +64,6 @@ class Group:
         """Share of a gathered whole that a rank receives over NVLink."""
         return 1 / self.domains - 1 / self.degree
 
-    @property
-    def remote_share(self) -> float:
-        """Share that is not the rank's own."""
-        return 1 - 1 / self.degree
-
 
 @lru_cache(maxsize=65536)
 def domains_reached(degree: int, stride: int, ranks_per_domain: int) -> int:
