@@ -42,6 +42,12 @@ def test_a_cp_beyond_the_domain_is_tried_flat_and_in_two_dimensions():
     assert search(request)[0].request.cp_inter == 8
 
 
+@pytest.mark.parametrize("request_", [GLM, SEED])
+def test_the_peak_that_a_search_ranks_by_is_the_one_of_the_buckets(request_):
+    for made in search(request_, limit=None):
+        assert made.evaluation.peak_bytes == pytest.approx(made.evaluation.peak.total, rel=1e-12)
+
+
 def test_a_layout_is_priced_the_same_alone_and_in_a_search():
     made = search(GLM)[3]
     alone = plan(dataclasses.replace(GLM, **layout_of(made)))
@@ -196,6 +202,7 @@ def test_a_comparison_has_every_number_of_both():
     )
     assert rows["layout.cp"].ratio == 0.5
     assert rows["efsdp.seconds_per_layer"].unit == "s"
+    assert rows["memory_gb.least_gpus_for_parameters"].unit == "GPUs"
     assert rows["cp.rdma_gb"].ratio is None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning_moe_strategy.plan import memory, time, traffic
 from lightning_moe_strategy.plan.cluster import Cluster
 from lightning_moe_strategy.plan.errors import PlanError
-from lightning_moe_strategy.plan.evaluate import DensePrice, ExpertPrice, Figures, Times
+from lightning_moe_strategy.plan.evaluate import DensePrice, ExpertPrice, Figures, Times, largest_total
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide, group, ranks_per_domain
 from lightning_moe_strategy.plan.memory import Peak
 from lightning_moe_strategy.plan.presets import MODELS
@@ -177,6 +177,10 @@ class Seed:
     def peak(self, dense: DensePrice, experts: ExpertPrice) -> Peak:
         """Everything added, nothing else reserved."""
         return memory.combine(dense.moments, experts.moments, with_reserve=False)
+
+    def peak_bytes(self, dense: DensePrice, experts: ExpertPrice) -> float:
+        """See ``Arithmetic``."""
+        return largest_total(dense, experts)
 
     def times(self, dense: DensePrice, experts: ExpertPrice) -> Times:
         """Seed: one layer of 78 cannot hide its traffic (1.28 %); context parallel over RDMA is never hidden."""

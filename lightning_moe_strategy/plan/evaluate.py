@@ -6,6 +6,7 @@ seed's round figures.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from lightning_moe_strategy.plan import activations as act
@@ -36,6 +37,11 @@ class DensePrice:
     outer_seconds: float
     """Compute outside the layers."""
 
+    @cached_property
+    def totals(self) -> Mapping[str, float]:
+        """Bytes by moment."""
+        return {moment: sum(buckets.values()) for moment, buckets in self.moments.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPrice:
@@ -46,6 +52,11 @@ class ExpertPrice:
     transfers: tuple[Transfer, ...]
     links: LinkSeconds
     step_seconds: float
+
+    @cached_property
+    def totals(self) -> Mapping[str, float]:
+        """Bytes by moment."""
+        return {moment: sum(buckets.values()) for moment, buckets in self.moments.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +93,10 @@ class Arithmetic(Protocol):
 
     def peak(self, dense: DensePrice, experts: ExpertPrice) -> Peak:
         """Memory of both."""
+        ...
+
+    def peak_bytes(self, dense: DensePrice, experts: ExpertPrice) -> float:
+        """The total of ``peak``: all that a search asks of most layouts."""
         ...
 
     def times(self, dense: DensePrice, experts: ExpertPrice) -> Times:
@@ -169,6 +184,11 @@ class Exact:
         """See ``Arithmetic``."""
         return memory.combine(dense.moments, experts.moments, with_reserve=True)
 
+    def peak_bytes(self, dense: DensePrice, experts: ExpertPrice) -> float:
+        """See ``Arithmetic``."""
+        total = largest_total(dense, experts)
+        return total + memory.reserve(total)
+
     def times(self, dense: DensePrice, experts: ExpertPrice) -> Times:
         """See ``Arithmetic``."""
         shape, links = self.workload.model, dense.links + experts.links
@@ -227,6 +247,12 @@ class Exact:
             attention_ratio=compute.attention_ratio,
             model_flops_per_token=compute.model_flops * shape.layers + 6 * shape.vocab_size * shape.hidden,
         )
+
+
+def largest_total(dense: DensePrice, experts: ExpertPrice) -> float:
+    """Bytes of the moment with most, both meshes together."""
+    others = experts.totals
+    return max(size + others[moment] for moment, size in dense.totals.items())
 
 
 GRADIENT_SHARE = 2 / 3

@@ -179,6 +179,8 @@ def numbers(values: "Mapping[str, JsonValue]", prefix: str = "") -> Iterator[tup
 
 def unit(path: str) -> str:
     """Unit of the number under that path."""
+    if path == "memory_gb.least_gpus_for_parameters":
+        return "GPUs"
     if path == "memory_gb" or path.startswith(("memory_gb.", "traffic_gb_per_layer.")) and not path.endswith("seconds"):
         return "GB"
     if path.startswith("per_token_mb."):

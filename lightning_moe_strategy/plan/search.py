@@ -42,6 +42,11 @@ class Evaluation:
         return self.arithmetic.peak(self.dense, self.experts)
 
     @cached_property
+    def peak_bytes(self) -> float:
+        """The total of ``peak``."""
+        return self.arithmetic.peak_bytes(self.dense, self.experts)
+
+    @cached_property
     def times(self) -> Times:
         """Seconds of a step."""
         return self.arithmetic.times(self.dense, self.experts)
@@ -54,7 +59,7 @@ class Evaluation:
     @property
     def fits(self) -> bool:
         """The peak is at most the device's memory."""
-        return self.peak.total <= self.arithmetic.workload.cluster.memory_bytes
+        return self.peak_bytes <= self.arithmetic.workload.cluster.memory_bytes
 
     @property
     def is_hidden(self) -> bool:
@@ -78,7 +83,7 @@ def price(arithmetic: Arithmetic, dense: DenseSide, experts: ExpertSide) -> Eval
     return Evaluation(arithmetic=arithmetic, dense=priced, experts=arithmetic.experts(experts, priced.tokens))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def ranked(arithmetic: Arithmetic, degrees: Degrees) -> tuple[Evaluation, ...]:
     """All layouts with the given degrees, best first.
 
@@ -105,9 +110,9 @@ def _rank(evaluation: Evaluation, fastest: float) -> tuple[float, ...]:
     and then by their peak: overlap is never as perfect as the arithmetic has it.
     """
     if not evaluation.fits:
-        return (1, 0, 0, evaluation.peak.total)
+        return (1, 0, 0, evaluation.peak_bytes)
     lag = math.log(fastest / evaluation.times.tokens_per_second)
-    return (0, lag // EQUAL_SPEED, evaluation.rdma_bytes_per_token, evaluation.peak.total)
+    return (0, lag // EQUAL_SPEED, evaluation.rdma_bytes_per_token, evaluation.peak_bytes)
 
 
 def best(arithmetic: Arithmetic, degrees: Degrees) -> Evaluation:
