@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_moe_strategy.collectives import TwoStepGroup
 from lightning_moe_strategy.context_parallel.batch import (
     SHIFTED_LABEL_KEYS,
     Key,
@@ -197,7 +198,8 @@ def _holds_hugging_face_causal_lm(module: nn.Module) -> bool:
 
 def _agree(error: str, items: Mapping[Key, Any], cp: ContextParallel) -> str:
     """The first error of any rank of the world, or that the ranks of a cp group read different batches."""
-    cp_group = tuple(dist.get_process_group_ranks(cp.group))
+    whole = cp.group.whole if isinstance(cp.group, TwoStepGroup) else cp.group
+    cp_group = tuple(dist.get_process_group_ranks(whole))
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (error, cp_group, _fingerprint(items)))
     for rank, (other_error, _, _) in enumerate(answers):

@@ -4,10 +4,56 @@ Every rank of a group calls them in the same order, whatever its data: there is 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoStepGroup:
+    """Ranks that exchange in two steps: between NVLink domains and inside of one.
+
+    What crosses RDMA is then each rank's own piece and nothing twice. Seed, "What If There's No NVL72?": of a whole
+    that is gathered, (inter - 1) / (inter * intra) cross RDMA and (intra - 1) / intra NVLink.
+    """
+
+    whole: dist.ProcessGroup
+    """All of them; rank ``i * intra.size() + j`` is the j-th of domain i."""
+    inter: dist.ProcessGroup
+    """The j-th ranks of all domains."""
+    intra: dist.ProcessGroup
+    """The ranks of this domain."""
+
+    def rank(self) -> int:
+        return self.whole.rank()
+
+    def size(self) -> int:
+        return self.whole.size()
+
+    @property
+    def delivery_order(self) -> tuple[int, ...]:
+        """Ranks in the order in which ``all_gather_in_steps`` delivers their pieces."""
+        domains, in_domain = self.inter.size(), self.intra.size()
+        return tuple(i * in_domain + j for j in range(in_domain) for i in range(domains))
+
+
+AnyGroup = dist.ProcessGroup | TwoStepGroup
+
+
+def all_gather_in_steps(x: Tensor, group: AnyGroup) -> Tensor:
+    """``x`` of every rank, stacked along dim 0: over RDMA while it is small, then over NVLink. Not differentiable."""
+    if not isinstance(group, TwoStepGroup):
+        return all_gather_along_dim0(x, group)
+    return all_gather_along_dim0(all_gather_along_dim0(x, group.inter), group.intra)
+
+
+def reduce_scatter_in_steps(x: Tensor, group: AnyGroup) -> Tensor:
+    """The way back, summed: NVLink first, so that RDMA carries what one rank in each domain keeps."""
+    if not isinstance(group, TwoStepGroup):
+        return reduce_scatter_along_dim0(x, group)
+    return reduce_scatter_along_dim0(reduce_scatter_along_dim0(x, group.intra), group.inter)
 
 
 def all_gather_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_moe_strategy._torch_compat import set_group_timeout
+from lightning_moe_strategy.collectives import AnyGroup, TwoStepGroup
 from lightning_moe_strategy.parallel_dims import ParallelDims as ParallelDims
 from lightning_moe_strategy.parallel_dims import ResolvedDims as ResolvedDims
 
@@ -22,9 +23,9 @@ class DenseMeshes:
     shard_mesh: DeviceMesh
     """What ``fully_shard`` takes: axes d_rep, fsdp_cp, or fsdp_cp alone when there is one copy."""
     cp_mesh: DeviceMesh | None
-    """Axes cp_inter, cp_intra when ``cp_inter > 1``: the two steps of a gather over RDMA and NVLink."""
-    cp_group: dist.ProcessGroup
-    """The ranks that share this rank's sequences."""
+    """Axes cp_inter, cp_intra when ``cp_inter > 1``."""
+    cp_group: AnyGroup
+    """The ranks that share this rank's sequences; they exchange in two steps when ``cp_inter > 1``."""
     dp_rank: int
     """Which share of the samples this rank reads; equal on all ranks of a cp group."""
     dp_size: int
@@ -50,15 +51,17 @@ def build_dense_meshes(dims: ResolvedDims, device_type: str, timeout: timedelta)
     """
     mesh = _init_mesh(dims, ("d_rep", "fsdp", "cp"), device_type, timeout)
     shard_axes = ("d_rep", "fsdp_cp") if dims.d_rep > 1 else ("fsdp_cp",)
-    cp_mesh = None
+    cp_mesh, whole = None, mesh.get_group("cp")
+    cp_group: AnyGroup = whole
     if dims.cp_inter > 1:
-        two_step_mesh = _init_mesh(dims, ("dp", "cp_inter", "cp_intra"), device_type, timeout)
-        cp_mesh = two_step_mesh["cp_inter", "cp_intra"]
+        cp_mesh = _init_mesh(dims, ("dp", "cp_inter", "cp_intra"), device_type, timeout)["cp_inter", "cp_intra"]
+        inter, intra = (cp_mesh.get_group(axis) for axis in ("cp_inter", "cp_intra"))
+        cp_group = TwoStepGroup(whole=whole, inter=inter, intra=intra)
     return DenseMeshes(
         mesh=mesh,
         shard_mesh=_init_mesh(dims, shard_axes, device_type, timeout),
         cp_mesh=cp_mesh,
-        cp_group=mesh.get_group("cp"),
+        cp_group=cp_group,
         dp_rank=dims.coordinate("dp", dist.get_rank()),
         dp_size=dims.dp,
     )

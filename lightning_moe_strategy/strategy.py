@@ -62,7 +62,8 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         e_rep: copies of the expert parameters.
         e_fsdp: shards of each expert; ``"auto"`` takes what is left.
         ep: GPUs the experts are spread over; ``"auto"`` is the largest that stays inside an NVLink domain.
-        cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over.
+        cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over: K and V are exchanged between
+            domains first, then inside of each.
         nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
         recompute: ``"block"`` keeps every block's input and routing and computes the rest again in the backward pass;
             ``"none"`` keeps all.
@@ -248,11 +249,6 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         rank_zero_info(dims.explain())
         for warning in dims.warnings():
             rank_zero_warn(warning)
-        if dims.cp_inter > 1:
-            rank_zero_warn(
-                f"cp_inter({dims.cp_inter}) lays the ranks out, but K and V are gathered over all of cp({dims.cp}) in "
-                "one step: exact, with more RDMA traffic than the two steps need."
-            )
 
     def _check_placed(self, model: nn.Module) -> None:
         is_sharded = isinstance(model, FSDPModule)

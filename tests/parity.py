@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = dict(
     default_root_dir=tempfile.mkdtemp(prefix="trainer-"),
 )
 
-# fsdp, cp, d_rep, e_fsdp, ep, e_rep in {1, 2, 4}; ep < cp, ep > cp, ep = world, both kinds of replicas.
+# fsdp, cp, d_rep, e_fsdp, ep, e_rep in {1, 2, 4}; ep < cp, ep > cp, ep = world, both kinds of replicas, a cp of two steps.
 LAYOUTS_OF_4: list[dict[str, int]] = [
     dict(fsdp=4, cp=1, e_fsdp=1, ep=4),
     dict(fsdp=4, cp=1, e_fsdp=4, ep=1),
@@ -36,6 +36,7 @@ LAYOUTS_OF_4: list[dict[str, int]] = [
     dict(d_rep=2, fsdp=1, cp=2, e_rep=2, e_fsdp=1, ep=2),
     dict(d_rep=1, fsdp=2, cp=2, e_rep=4, e_fsdp=1, ep=1),
     dict(d_rep=4, fsdp=1, cp=1, e_rep=1, e_fsdp=1, ep=4),
+    dict(fsdp=1, cp=4, cp_inter=2, e_fsdp=2, ep=2),
 ]
 
 

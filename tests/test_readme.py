@@ -186,7 +186,7 @@ def test_the_table_has_the_six_degrees_with_their_defaults():
 
 def test_what_is_counted_is_so():
     assert all(f"`{name}`" in README for name in get_args(PrecisionName))
-    assert "twelve layouts" in README and len(LAYOUTS_OF_4) == 12
+    assert "thirteen layouts" in README and len(LAYOUTS_OF_4) == 13
 
 
 def test_the_picture_is_what_its_script_draws(tmp_path: Path):

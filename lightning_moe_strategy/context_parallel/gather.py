@@ -7,15 +7,14 @@ a sum over ranks. Only this file issues the collectives of softmax attention.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_moe_strategy.collectives import all_gather_along_dim0, reduce_scatter_along_dim0
+from lightning_moe_strategy.collectives import AnyGroup, TwoStepGroup, all_gather_in_steps, reduce_scatter_in_steps
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout, take_segments
 
 
-def gather_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+def gather_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """The whole sequence along ``dim``, in natural order, from every rank's own tokens. Differentiable."""
     local = layout.for_local_length(x.shape[dim])
     gathered: Tensor = _GatherSequence.apply(x, dim, local, group)  # type: ignore[no-untyped-call]
@@ -23,7 +22,7 @@ def gather_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: dist.Pro
 
 
 def restore_sequence(
-    x: Tensor, dim: int, layout: SequenceLayout, group: dist.ProcessGroup, *, num_tokens: int
+    x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup, *, num_tokens: int
 ) -> Tensor:
     """The first ``num_tokens`` of the whole sequence, in natural order: padding and dummies are cut off.
 
@@ -33,22 +32,26 @@ def restore_sequence(
     return all_gather_natural(x.detach(), dim, local, group).narrow(dim, 0, num_tokens)
 
 
-def all_gather_natural(x: Tensor, dim: int, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+def all_gather_natural(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """Every rank's ``x`` along ``dim``, in natural order. Outside of autograd."""
-    rank_major = all_gather_along_dim0(x.movedim(dim, 0), group)
-    return take_segments(rank_major, 0, layout.natural_in_rank_major).movedim(0, dim)
+    delivered = all_gather_in_steps(x.movedim(dim, 0), group)
+    return take_segments(delivered, 0, _as_delivered(layout, group).natural_in_rank_major).movedim(0, dim)
 
 
-def reduce_scatter_natural(partial: Tensor, dim: int, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_natural(partial: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """This rank's tokens of ``partial`` (in natural order) summed over the ranks, at least in FP32."""
     wide = partial.to(torch.promote_types(partial.dtype, torch.float32))
-    rank_major = take_segments(wide.movedim(dim, 0), 0, layout.rank_major_in_natural)
-    return reduce_scatter_along_dim0(rank_major, group).movedim(0, dim)
+    in_pieces = take_segments(wide.movedim(dim, 0), 0, _as_delivered(layout, group).rank_major_in_natural)
+    return reduce_scatter_in_steps(in_pieces, group).movedim(0, dim)
+
+
+def _as_delivered(layout: SequenceLayout, group: AnyGroup) -> SequenceLayout:
+    return layout.in_order(group.delivery_order) if isinstance(group, TwoStepGroup) else layout
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
         ctx.dim, ctx.layout, ctx.group = dim, layout, group
         return all_gather_natural(x, dim, layout, group)
 

@@ -102,6 +102,16 @@ class SequenceLayout:
             f"holds {allowed}. Pass the tokens of the batch as they came, neither cut nor extended."
         )
 
+    def in_order(self, ranks: tuple[int, ...]) -> "SequenceLayout":
+        """This layout with its ranks in another order: that of a gather which does not deliver rank 0 first."""
+        if ranks not in self._reordered:
+            self._reordered[ranks] = replace(self, segments=tuple(self.segments[rank] for rank in ranks))
+        return self._reordered[ranks]
+
+    @cached_property
+    def _reordered(self) -> "dict[tuple[int, ...], SequenceLayout]":
+        return {}
+
     @cached_property
     def _without_tail(self) -> "SequenceLayout":
         num_real = len(self.segments[0]) - self.tail_tokens_per_rank

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.guard import FirstStepGuard
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
 
@@ -41,7 +41,7 @@ class LocalSequence:
 class ContextParallel:
     """The cp group of this rank, the micro-batch it holds, and the check of the first step of every stage."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: AnyGroup) -> None:
         self.group = group
         self.rank = group.rank()
         self.degree = group.size()

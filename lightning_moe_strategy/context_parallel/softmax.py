@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy._torch_compat import in_backward, in_checkpointed_region, saved_tensors_hook
+from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.attention_pieces import PieceKernel, piece_kernel
 from lightning_moe_strategy.context_parallel.gather import all_gather_natural, reduce_scatter_natural
 from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout
@@ -30,7 +30,7 @@ def causal_attention(
     value_BGLE: Tensor,
     *,
     layout: SequenceLayout,
-    group: dist.ProcessGroup,
+    group: AnyGroup,
     scale: float | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to every token up to their own: [B, H, L, E].
@@ -92,7 +92,7 @@ class _GatherAndAttend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         layout: SequenceLayout,
-        group: dist.ProcessGroup,
+        group: AnyGroup,
         scale: float,
     ) -> Tensor:
         key_all, value_all = (all_gather_natural(x, 2, layout, group) for x in (key, value))
