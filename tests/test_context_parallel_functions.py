@@ -123,13 +123,13 @@ def latent_attention_errors():
     layout = zigzag(8, 2)
     own = layout.token_ids(cp.rank)
     cp.sequence = LocalSequence(layout=layout, num_tokens=8, position_ids_BL=positions[:, own])
-    channels, original = [], gather.all_gather_along_dim0
-    gather.all_gather_along_dim0 = lambda x, group: (channels.append(x[0, 0].numel()), original(x, group))[1]
+    channels, original = [], gather.all_gather_in_steps
+    gather.all_gather_in_steps = lambda x, group: (channels.append(x[0, 0].numel()), original(x, group))[1]
     try:
         out = model.blocks[0](whole[:, own], positions[:, own])
         out.square().sum().backward()
     finally:
-        gather.all_gather_along_dim0 = original
+        gather.all_gather_in_steps = original
     errors = [float((out - expected[:, own]).abs().max())]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         dist.all_reduce(mine.grad)
@@ -145,8 +145,8 @@ def test_latent_attention_of_ours_gathers_latents_and_is_exact(ranks2):
 def gathers_with_and_without_recompute():
     """All-gathers of forward and backward with a checkpoint around a block, and whether gradients are equal."""
     model, cp, _, local = adapted(causal, group=dist.group.WORLD)
-    count, original = [], gather.all_gather_along_dim0
-    gather.all_gather_along_dim0 = lambda x, group: (count.append(1), original(x, group))[1]
+    count, original = [], gather.all_gather_in_steps
+    gather.all_gather_in_steps = lambda x, group: (count.append(1), original(x, group))[1]
     try:
         grads = []
         for recompute in (False, True):
@@ -155,7 +155,7 @@ def gathers_with_and_without_recompute():
             out.square().sum().backward()
             grads.append(x.grad)
     finally:
-        gather.all_gather_along_dim0 = original
+        gather.all_gather_in_steps = original
     return len(count), torch.equal(*grads)
 
 

@@ -48,7 +48,7 @@ def adapted(kind="qwen3_moe", change=None, group=None):
 def gathered_channels(kind, checkpointed):
     """Channels per token of every all-gather in one forward and backward pass, per layer."""
     channels = []
-    original = gather.all_gather_along_dim0
+    original = gather.all_gather_in_steps
 
     def spy(x, group):
         channels.append(x[0, 0].numel())
@@ -58,13 +58,13 @@ def gathered_channels(kind, checkpointed):
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = split_for(cp)
-    gather.all_gather_along_dim0 = spy
+    gather.all_gather_in_steps = spy
     try:
         out = model(input_ids=ids, labels=ids)
         in_forward = len(channels)
         out.loss.backward()
     finally:
-        gather.all_gather_along_dim0 = original
+        gather.all_gather_in_steps = original
     return channels[:in_forward], channels[in_forward:]
 
 

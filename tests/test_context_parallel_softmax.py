@@ -89,8 +89,8 @@ def test_attention_on_gathered_keys_equals_one_process(ranks2, dtype):
 def saved_bytes_and_gathers(checkpointed, reentrant):
     """Bytes that autograd keeps between forward and backward, and all-gathers of each pass."""
     group, layout, gathers = dist.group.WORLD, zigzag(32, 2), []
-    original = gather.all_gather_along_dim0
-    gather.all_gather_along_dim0 = lambda x, group: (gathers.append(tuple(x.shape)), original(x, group))[1]
+    original = gather.all_gather_in_steps
+    gather.all_gather_in_steps = lambda x, group: (gathers.append(tuple(x.shape)), original(x, group))[1]
     try:
         query, key, value = (torch.randn(B, h, 16, 8, requires_grad=True) for h in (H, G, G))
         storages = {}
@@ -114,7 +114,7 @@ def saved_bytes_and_gathers(checkpointed, reentrant):
         equal = all(torch.equal(x.grad, y.grad) for x, y in zip((query, key, value), plain, strict=True))
         return sum(storages.values()), in_forward, len(gathers) - in_forward - 4, equal
     finally:
-        gather.all_gather_along_dim0 = original
+        gather.all_gather_in_steps = original
 
 
 def test_only_tensors_of_this_rank_are_kept(ranks2):
