@@ -5,9 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from lightning_moe_strategy.context_parallel import gather
+from lightning_moe_strategy._torch_compat import OperationMode
+from lightning_moe_strategy.collectives import TwoStepGroup
+from lightning_moe_strategy.context_parallel import gather, halo
 from lightning_moe_strategy.context_parallel.attention_pieces import _CPU_FLASH, _CUDA_FLASH, _MATH, piece_kernel
 from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout, contiguous, zigzag
@@ -84,6 +87,85 @@ def test_dummies_at_the_tail_change_nothing(ranks2, num_tokens):
 def test_attention_on_gathered_keys_equals_one_process(ranks2, dtype):
     got = ranks2(errors, "zigzag", dtype, 20, (24, 16), False, True, 0.3)
     assert max(map(max, got)) < TOLERANCE[dtype]
+
+
+def visible(num_tokens, documents, window):
+    """bool [B or 1, 1, S, S], as a mask would say it."""
+    query, key = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
+    seen = (key <= query) & (key > query - (window or num_tokens))
+    same = [torch.bucketize(torch.arange(num_tokens), torch.tensor(starts), right=True) for starts in documents]
+    return torch.stack([seen & (ids[:, None] == ids[None]) for ids in same])[:, None]
+
+
+def errors_of_patterns(documents, window, with_sinks, dtype, tail=False, in_two_steps=False):
+    """Relative errors of out and of the gradients of query, key, value and sinks on this rank."""
+    num_tokens, group = 48, dist.group.WORLD
+    if in_two_steps:
+        mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("inter", "intra"))
+        group = TwoStepGroup(whole=group, inter=mesh.get_group("inter"), intra=mesh.get_group("intra"))
+    layout = zigzag(num_tokens, group.size())
+    whole = [torch.randn(B, h, num_tokens, 8, dtype=torch.float64).to(dtype) for h in (H, G, G, H)]
+    sinks = torch.randn(H, dtype=torch.float64).requires_grad_() if with_sinks else None
+    reference = [x.double().requires_grad_() for x in whole[:3]]
+    query, key, value = reference[0], *(x.repeat_interleave(H // G, 1) for x in reference[1:])
+    scores = (query @ key.mT * 8**-0.5).masked_fill(~visible(num_tokens, documents, window), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(B, -1, num_tokens, 1)], -1)
+    expected = scores.softmax(-1)[..., :num_tokens] @ value
+    (expected * whole[3].double()).sum().backward()
+
+    mine = layout.token_ids(group.rank())
+    local = [x[:, :, mine] for x in whole[:3]]
+    if tail:
+        layout = layout.with_tail_token()
+        local = [torch.cat([x, torch.full_like(x[:, :, :1], 3.0)], 2) for x in local]
+    local = [x.detach().clone().requires_grad_() for x in local]
+    own_sinks = None if sinks is None else sinks.detach().to(dtype).requires_grad_()
+    out = causal_attention(*local, layout=layout, group=group, documents=documents, window=window, sinks_H=own_sinks)[
+        :, :, : len(mine)
+    ]
+    (out * whole[3][:, :, mine]).sum().backward()
+    found = [_error(out, expected[:, :, mine])]
+    found += [_error(x.grad[:, :, : len(mine)], y.grad[:, :, mine]) for x, y in zip(local, reference, strict=True)]
+    if own_sinks is not None:
+        partial = own_sinks.grad.double()
+        dist.all_reduce(partial)
+        found.append(_error(partial, sinks.grad))
+    return found
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 30])
+@pytest.mark.parametrize("documents", [((0,),), ((0, 5, 6, 30),), ((0, 11), (0, 24, 37))])
+def test_documents_windows_and_sinks_equal_a_mask_in_one_process(ranks2, documents, window, with_sinks):
+    """Windows shorter and longer than a segment of 12 tokens; documents alike and different in a batch."""
+    got = ranks2(errors_of_patterns, documents, window, with_sinks, torch.float32)
+    assert max(map(max, got)) < 2 * TOLERANCE[torch.float32]  # sinks: a sum over all queries
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents_windows_and_sinks_in_every_dtype_with_dummies_and_in_two_steps(ranks4, dtype, window):
+    got = ranks4(errors_of_patterns, ((0, 7, 29),), window, True, dtype, True, True)
+    assert max(map(max, got)) < 3 * TOLERANCE[dtype]
+
+
+def tokens_gathered(window):
+    gathered, original = [], (gather.all_gather_in_steps, halo.all_gather_in_steps)
+    spy = lambda x, group: (gathered.append(x.shape[0] * group.size()), original[0](x, group))[1]  # noqa: E731
+    gather.all_gather_in_steps = halo.all_gather_in_steps = spy
+    try:
+        query, key, value = (torch.randn(1, h, 64, 8) for h in (H, G, G))
+        causal_attention(query, key, value, layout=zigzag(128, 2), group=dist.group.WORLD, window=window)
+    finally:
+        gather.all_gather_in_steps, halo.all_gather_in_steps = original
+    return gathered
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(5, 2 * 2 * 4), (33, 2 * 2 * 32), (34, 128), (None, 128)])
+def test_a_window_gathers_the_tails_of_the_segments_alone(ranks2, window, tokens):
+    """2 * cp segments of 32 tokens, window - 1 of each; keys and values."""
+    assert ranks2(tokens_gathered, window) == [[tokens, tokens]] * 2
 
 
 def saved_bytes_and_gathers(checkpointed, reentrant):
@@ -186,5 +268,29 @@ def test_errors_name_what_disagrees():
         causal_attention_on_gathered(query, key.double(), key, layout=layout, rank=0)
     with pytest.raises(ValueError, match=r"key heads\(3\) must divide query heads\(4\)"):
         causal_attention_on_gathered(query, key[:, :3], key[:, :3], layout=layout, rank=0)
+    for options, words in (
+        ({"window": 0}, r"window\(0\) must be at least 1"),
+        ({"documents": ((0,), (0,))}, "documents are given for 2 sequences, but the batch has 1"),
+        ({"sinks_H": torch.zeros(3)}, "one score for each of 4 query heads"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            causal_attention_on_gathered(query, key, key, layout=layout, rank=0, **options)
     with pytest.raises(ValueError, match=r"\[batch, heads, tokens, channels\]"):
         causal_attention_on_gathered(query[0], key[0], key[0], layout=layout, rank=0)
+
+
+class CountedCalls(OperationMode):
+    def __init__(self):
+        super().__init__()
+        self.forward = 0
+
+    def run(self, operation, args, kwargs):
+        self.forward += operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return operation(*args, **kwargs)
+
+
+def test_blocks_of_a_window_share_a_kernel_call():
+    query, key, value = (torch.randn(1, h, 256, 8) for h in (H, G, G))
+    with CountedCalls() as calls:
+        causal_attention_on_gathered(query, key, value, layout=zigzag(256, 1), rank=0, window=8)
+    assert calls.forward == 4  # two segments of 16 blocks: each block's own keys, and the window before it

@@ -1,7 +1,7 @@
 """A sequence that is spread over the cp ranks, gathered in natural order.
 
 What is gathered travels in its own dtype; the gradient travels back in FP32 (FP64 stays FP64), because it is
-a sum over ranks. Only this file issues the collectives of softmax attention.
+a sum over ranks. Only this file and ``halo`` issue the collectives of attention.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_moe_strategy._torch_compat import in_backward, in_checkpointed_region, saved_tensors_hook
 from lightning_moe_strategy.collectives import AnyGroup, TwoStepGroup, all_gather_in_steps, reduce_scatter_in_steps
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout, take_segments
 
@@ -21,9 +22,7 @@ def gather_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup
     return gathered
 
 
-def restore_sequence(
-    x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup, *, num_tokens: int
-) -> Tensor:
+def restore_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup, *, num_tokens: int) -> Tensor:
     """The first ``num_tokens`` of the whole sequence, in natural order: padding and dummies are cut off.
 
     For outputs (predictions, metrics): not differentiable.
@@ -35,18 +34,27 @@ def restore_sequence(
 def all_gather_natural(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """Every rank's ``x`` along ``dim``, in natural order. Outside of autograd."""
     delivered = all_gather_in_steps(x.movedim(dim, 0), group)
-    return take_segments(delivered, 0, _as_delivered(layout, group).natural_in_rank_major).movedim(0, dim)
+    return take_segments(delivered, 0, as_delivered(layout, group).natural_in_rank_major).movedim(0, dim)
 
 
 def reduce_scatter_natural(partial: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """This rank's tokens of ``partial`` (in natural order) summed over the ranks, at least in FP32."""
     wide = partial.to(torch.promote_types(partial.dtype, torch.float32))
-    in_pieces = take_segments(wide.movedim(dim, 0), 0, _as_delivered(layout, group).rank_major_in_natural)
+    in_pieces = take_segments(wide.movedim(dim, 0), 0, as_delivered(layout, group).rank_major_in_natural)
     return reduce_scatter_in_steps(in_pieces, group).movedim(0, dim)
 
 
-def _as_delivered(layout: SequenceLayout, group: AnyGroup) -> SequenceLayout:
+def as_delivered(layout: SequenceLayout, group: AnyGroup) -> SequenceLayout:
+    """The layout whose rank-major order is that in which a gather over ``group`` delivers."""
     return layout.in_order(group.delivery_order) if isinstance(group, TwoStepGroup) else layout
+
+
+def gathered_should_be_kept() -> bool:
+    """True under activation checkpointing: what is saved now is dropped at once, or used at once.
+
+    Both passes of a checkpoint must save the same tensors, so the first pass has to say so too.
+    """
+    return in_checkpointed_region() or (saved_tensors_hook() is None and in_backward())
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -1,27 +1,30 @@
 """Causal softmax attention over a sequence that is spread over the cp ranks.
 
-Every rank gathers the keys and values and attends with its own queries. A segment of queries that starts at
-token a sees a rectangle, the keys 0 ... a - 1, and a square, its own keys under the causal mask: two kernel
-calls whose outputs are merged by their log-sum-exp. No mask is ever built, and any kernel that returns a
-log-sum-exp will do.
+Every rank gathers the keys and values that its own queries see and attends with those queries. What a segment of
+queries sees (its document, a window) is cut into pieces, each of them one kernel call without a mask, whose outputs are
+merged by their log-sum-exp. No mask is ever built, and any kernel that returns a log-sum-exp will do.
 
 Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, H query heads, G key heads (G divides
 H), D channels of a query or key head, E channels of a value head.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_moe_strategy._torch_compat import in_backward, in_checkpointed_region, saved_tensors_hook
 from lightning_moe_strategy.collectives import AnyGroup
-from lightning_moe_strategy.context_parallel.attention_pieces import PieceKernel, piece_kernel
-from lightning_moe_strategy.context_parallel.gather import all_gather_natural, reduce_scatter_natural
-from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout
+from lightning_moe_strategy.context_parallel.attend import Sight, attend, attend_backward
+from lightning_moe_strategy.context_parallel.gather import (
+    all_gather_natural,
+    gathered_should_be_kept,
+    reduce_scatter_natural,
+)
+from lightning_moe_strategy.context_parallel.halo import Halo
+from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 
 
 def causal_attention(
@@ -32,27 +35,36 @@ def causal_attention(
     layout: SequenceLayout,
     group: AnyGroup,
     scale: float | None = None,
+    documents: Documents = ONE_DOCUMENT,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to every token up to their own: [B, H, L, E].
+    """Attention of this rank's queries to every token of their document up to their own: [B, H, L, E].
 
     Keys and values are gathered in their dtype, in the forward and again in the backward pass, so that only
     tensors of this rank are kept in between; inside an activation recompute, which is followed by its
     backward pass at once, the gathered ones are kept instead of gathered a third time. Their gradients are
     accumulated in FP32, summed over the query heads of a key head, and reduce-scattered in FP32. ``scale``
     defaults to ``D ** -0.5``.
+
+    ``window``: of those tokens the last so many, the own one included; where no segment is shorter than that, only the
+    tails of the segments are gathered. ``sinks_H``: a score per head that takes part in the softmax and has no value.
     """
     query, key, value = _as_sdpa_would_cast(query_BHLD, key_BGLD, value_BGLE)
-    _check(query, key, value)
+    _check(query, key, value, documents, window, sinks_H)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"query has {query.shape[2]} tokens and key {key.shape[2]}: causal_attention wants this rank's "
             "keys and gathers them itself. Cross attention cannot be split along the sequence."
         )
     local = layout.for_local_length(query.shape[2])
-    attended: Tensor = _GatherAndAttend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, local, group, query.shape[-1] ** -0.5 if scale is None else scale
-    )
-    return attended
+    segments = local.segments[group.rank()]
+    if window is not None and Halo.fits(local, window - 1):
+        halo = Halo(local, group, window - 1)
+        sight = Sight(segments=segments, documents=documents, window=window, first_keys=halo.first_keys)
+        return _attended(query, key, value, sinks_H, halo, sight, scale)
+    sight = Sight(segments=segments, documents=documents, window=window)
+    return _attended(query, key, value, sinks_H, _WholeSequence(local, group), sight, scale)
 
 
 def causal_attention_on_gathered(
@@ -63,6 +75,9 @@ def causal_attention_on_gathered(
     layout: SequenceLayout,
     rank: int,
     scale: float | None = None,
+    documents: Documents = ONE_DOCUMENT,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The same for keys and values of the whole sequence, in natural order: [B, H, L, E].
 
@@ -71,152 +86,104 @@ def causal_attention_on_gathered(
     gathered.
     """
     query, key, value = _as_sdpa_would_cast(query_BHLD, key_BGSD, value_BGSE)
-    _check(query, key, value)
+    _check(query, key, value, documents, window, sinks_H)
     local = layout.for_local_length(query.shape[2])
     if key.shape[2] != local.num_tokens:
         raise ValueError(
             f"key has {key.shape[2]} tokens; the whole sequence of {query.shape[2]} tokens on each of the "
             f"{local.degree} cp ranks has {local.num_tokens}. Gather what the keys are made of first."
         )
-    attended: Tensor = _AttendToGathered.apply(  # type: ignore[no-untyped-call]
-        query, key, value, local.segments[rank], query.shape[-1] ** -0.5 if scale is None else scale
-    )
+    sight = Sight(segments=local.segments[rank], documents=documents, window=window)
+    return _attended(query, key, value, sinks_H, _Gathered(), sight, scale)
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, keys: "_Keys", sight: Sight, scale: float | None
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attended: Tensor = _Attend.apply(query, key, value, sinks_H, keys, sight, scale)  # type: ignore[no-untyped-call]
     return attended
 
 
-class _GatherAndAttend(torch.autograd.Function):
+class _Keys(Protocol):
+    """Where the keys that this rank's queries see come from, and where their gradients go."""
+
+    def gather(self, x: Tensor, dim: int) -> Tensor: ...
+
+    def reduce(self, grad: Tensor, dim: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class _WholeSequence:
+    """Of all ranks, in natural order."""
+
+    layout: SequenceLayout
+    group: AnyGroup
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        return all_gather_natural(x, dim, self.layout, self.group)
+
+    def reduce(self, grad: Tensor, dim: int) -> Tensor:
+        return reduce_scatter_natural(grad, dim, self.layout, self.group)
+
+
+class _Gathered:
+    """Gathered before, by somebody who sums their gradients."""
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def reduce(self, grad: Tensor, dim: int) -> Tensor:
+        return grad
+
+
+class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layout: SequenceLayout,
-        group: AnyGroup,
+        sinks_H: Tensor | None,
+        keys: _Keys,
+        sight: Sight,
         scale: float,
     ) -> Tensor:
-        key_all, value_all = (all_gather_natural(x, 2, layout, group) for x in (key, value))
-        out, lse = _attend(query, key_all, value_all, layout.segments[group.rank()], scale)
-        kept = (key_all, value_all) if _gathered_should_be_kept() else (key, value)
-        ctx.save_for_backward(query, *kept, out, lse)
-        ctx.layout, ctx.group, ctx.scale = layout, group, scale
+        key_all, value_all = keys.gather(key, 2), keys.gather(value, 2)
+        out, lse = attend(query, key_all, value_all, sight, scale)
+        if sinks_H is not None:
+            out, lse = _with_sinks(out, lse, sinks_H)
+        ctx.is_gathered = gathered_should_be_kept()
+        kept = (key_all, value_all) if ctx.is_gathered else (key, value)
+        ctx.save_for_backward(query, *kept, out, lse, sinks_H)
+        ctx.keys, ctx.sight, ctx.scale = keys, sight, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        layout, group = ctx.layout, ctx.group
-        if key.shape[2] != layout.num_tokens:
-            key, value = (all_gather_natural(x, 2, layout, group) for x in (key, value))
-        grad_query, *partial = _attend_backward(
-            grad_out, query, key, value, out, lse, segments=layout.segments[group.rank()], scale=ctx.scale
-        )
-        grad_key, grad_value = (reduce_scatter_natural(grad, 2, layout, group).to(key.dtype) for grad in partial)
-        return grad_query, grad_key, grad_value, None, None, None
+        query, key, value, out, lse, sinks_H = ctx.saved_tensors
+        if not ctx.is_gathered:
+            key, value = ctx.keys.gather(key, 2), ctx.keys.gather(value, 2)
+        # The log-sum-exp counts the sink already, so every key's probability is that of the whole row.
+        grad_query, *partial = attend_backward((grad_out, query, out, lse), key, value, ctx.sight, ctx.scale)
+        grad_key, grad_value = (ctx.keys.reduce(grad, 2).to(query.dtype) for grad in partial)
+        grad_sinks = None if sinks_H is None else _sinks_gradient(grad_out, out, lse, sinks_H)
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None
 
 
-class _AttendToGathered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scale: float
-    ) -> Tensor:
-        out, lse = _attend(query, key, value, segments, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        grads = _attend_backward(grad_out, query, key, value, out, lse, segments=ctx.segments, scale=ctx.scale)
-        return *(grad.to(query.dtype) for grad in grads), None, None
+def _with_sinks(out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """One more key in every row, whose score is the sink and whose value is zero."""
+    with_sink_BHL = torch.logaddexp(lse_BHL, sinks_H.to(lse_BHL.dtype)[:, None])
+    share_BHL = (lse_BHL - with_sink_BHL).exp()
+    return (out_BHLE * share_BHL[..., None]).to(out_BHLE.dtype), with_sink_BHL
 
 
-def _attend(
-    query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, segments: Sequence[Segment], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [B, H, L, E] and log-sum-exp [B, H, L] of one rank's segments of queries."""
-    kernel = piece_kernel(query_BHLD, value_BGSE)
-    query, key, value = _padded(kernel, query_BHLD, key_BGSD, value_BGSE)
-    outs, lses = [], []
-    for rows, segment in _rows_of(segments):
-        own = slice(segment.start, segment.end)
-        out, lse = kernel.forward(query[:, :, rows], key[:, :, own], value[:, :, own], True, scale)
-        if segment.start:
-            before = slice(0, segment.start)
-            prefix = kernel.forward(query[:, :, rows], key[:, :, before], value[:, :, before], False, scale)
-            out, lse = _merge(out, lse, *prefix)
-        outs.append(out.to(query.dtype))
-        lses.append(lse)
-    return torch.cat(outs, 2)[..., : value_BGSE.shape[-1]], torch.cat(lses, 2)
-
-
-def _attend_backward(
-    grad_out_BHLE: Tensor,
-    query_BHLD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSE: Tensor,
-    out_BHLE: Tensor,
-    lse_BHL: Tensor,
-    *,
-    segments: Sequence[Segment],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query (its dtype) and of key and value (at least FP32, this rank's queries only)."""
-    kernel = piece_kernel(query_BHLD, value_BGSE)
-    query, key, value = _padded(kernel, query_BHLD, key_BGSD, value_BGSE)
-    grad_out, out = (_widened(x, value.shape[-1]) for x in (grad_out_BHLE, out_BHLE))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGSD, value_BGSE))
-    grad_queries = []
-    for rows, segment in _rows_of(segments):
-        # The merged log-sum-exp makes each piece's probabilities those of the whole row.
-        of_rows = (grad_out[:, :, rows], query[:, :, rows], out[:, :, rows], lse_BHL[:, :, rows])
-        pieces = [(slice(segment.start, segment.end), True)]
-        pieces += [(slice(0, segment.start), False)] if segment.start else []
-        grad_query = torch.zeros_like(query[:, :, rows], dtype=wide)
-        for keys, is_causal in pieces:
-            grad_q, grad_k, grad_v = kernel.backward(of_rows, key[:, :, keys], value[:, :, keys], is_causal, scale)
-            grad_query += grad_q
-            grad_key[:, :, keys] += grad_k[..., : grad_key.shape[-1]]
-            grad_value[:, :, keys] += grad_v[..., : grad_value.shape[-1]]
-        grad_queries.append(grad_query.to(query.dtype))
-    return torch.cat(grad_queries, 2)[..., : query_BHLD.shape[-1]], grad_key, grad_value
-
-
-def _rows_of(segments: Sequence[Segment]) -> list[tuple[slice, Segment]]:
-    """Each segment with the rows in which this rank holds it."""
-    rows, first = [], 0
-    for segment in segments:
-        rows.append((slice(first, first + segment.length), segment))
-        first += segment.length
-    return rows
-
-
-def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys."""
-    lse = torch.logaddexp(lse_a, lse_b)
-    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
-
-
-def _padded(kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    width_qk, width_v = kernel.head_dims(query.shape[-1], value.shape[-1])
-    return _widened(query, width_qk), _widened(key, width_qk), _widened(value, width_v)
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Zero channels up to ``width``. They change no score, and what they add to the output is cut off."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def _gathered_should_be_kept() -> bool:
-    """True under activation checkpointing: what is saved now is dropped at once, or used at once.
-
-    Both passes of a checkpoint must save the same tensors, so the first pass has to say so too.
-    """
-    return in_checkpointed_region() or (saved_tensors_hook() is None and in_backward())
+def _sinks_gradient(grad_out_BHLE: Tensor, out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> Tensor:
+    """From this rank's queries: a sink has no value, so it takes its probability's share of what the output gives."""
+    probability_BHL = (sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL).exp()
+    given_BHL = (grad_out_BHLE.to(lse_BHL.dtype) * out_BHLE.to(lse_BHL.dtype)).sum(-1)
+    return -(probability_BHL * given_BHL).sum((0, 2)).to(sinks_H.dtype)
 
 
 def _as_sdpa_would_cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +194,9 @@ def _as_sdpa_would_cast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None, sinks_H: Tensor | None
+) -> None:
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if any(x.dim() != 4 for x in (query, key, value)):
         raise ValueError(f"{shapes}: attention wants [batch, heads, tokens, channels].")
@@ -237,3 +206,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"{shapes}: batch, key heads, keys and query channels must agree.")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{shapes}: key heads({key.shape[1]}) must divide query heads({query.shape[1]}).")
+    if len(documents) not in (1, query.shape[0]):
+        raise ValueError(f"documents are given for {len(documents)} sequences, but the batch has {query.shape[0]}.")
+    if window is not None and window < 1:
+        raise ValueError(f"window({window}) must be at least 1: a query sees its own key.")
+    if sinks_H is not None and sinks_H.shape != (query.shape[1],):
+        raise ValueError(f"sinks {tuple(sinks_H.shape)} must be one score for each of {query.shape[1]} query heads.")
