@@ -56,6 +56,7 @@ class ZigZagContextParallel(Callback):
         pad_token_id: int = 0,
         token_wise_modules: Sequence[str] = (),
         positions: Literal["required", "none"] = "required",
+        documents: Literal["auto", "separate"] = "auto",
     ) -> None:
         """
         Args:
@@ -70,10 +71,14 @@ class ZigZagContextParallel(Callback):
             pad_token_id: what ``input_ids`` are padded with.
             token_wise_modules: patterns (``fnmatch``) of block names that mix no tokens.
             positions: "none" for a model that uses no positions.
+            documents: of a batch that marks packed documents (``cu_seqlens``, ``document_ids``, ``position_ids`` that
+                start again). "auto": Hugging Face models keep them apart, other modules refuse such a batch.
+                "separate": other modules keep them apart too, as they must in one process for equal results.
         """
         for name, value, allowed in (
             ("shift", shift, ("auto", "model", "module", "none")),
             ("positions", positions, ("required", "none")),
+            ("documents", documents, ("auto", "separate")),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}({value!r}) must be one of {allowed}.")
@@ -82,6 +87,7 @@ class ZigZagContextParallel(Callback):
         self.shift = shift
         self.ignore_index, self.pad_token_id = ignore_index, pad_token_id
         self.token_wise_modules, self.positions = tuple(token_wise_modules), positions
+        self.documents = documents
         self._strategy: SplitsBatches | None = None
         self._module: nn.Module | None = None
         self._agreed_stages: set[str] = set()
@@ -97,6 +103,7 @@ class ZigZagContextParallel(Callback):
         self._agreed_stages.clear()
         strategy.context_parallel.token_wise_modules = self.token_wise_modules
         strategy.context_parallel.positions_required = self.positions == "required"
+        strategy.context_parallel.separates_documents = self.documents == "separate"
         strategy.register_batch_transform(self.split)
 
     def split(self, batch: Any, stage: str) -> Any:

@@ -4,10 +4,13 @@ Routing is not computed again. A router's logits, what it picks from them and th
 those of the first pass, so a rounding difference in the second one cannot send a token elsewhere. Kept per token and
 sparse block, beside the block's input: ``4 * E + 12 * K`` bytes.
 
+Nor are keys selected again: the ids an indexer has picked (int32) are kept as they are, in one tensor that the blocks
+which share them hold as their input. A replay runs no part of an indexer and gathers none of its keys.
+
 Shapes: T tokens, E experts, K experts per token, D hidden size.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
 from typing import Any, Literal
@@ -19,9 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_moe_strategy._torch_compat import OperationMode, copy_tensors, is_same_state, random_state
 from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, SplitMemory
 from lightning_moe_strategy.expert_parallel.experts import dispatcher_of
+from lightning_moe_strategy.models.sparse_attention import Indexer
 from lightning_moe_strategy.units import find_routers
 
 Recompute = Literal["none", "block"]
+
+# Of transformers, those that return ids and nothing else, without a gradient: a replay can do without all they save.
+_HUGGING_FACE_INDEXERS = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
 
 
 def recompute_blocks(root: nn.Module, blocks: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]) -> None:
@@ -34,6 +41,7 @@ def recompute_blocks(root: nn.Module, blocks: Mapping[str, nn.Module], experts: 
         ValueError: a module checkpoints its activations itself.
     """
     _refuse_own_checkpointing(root)
+    _keep_no_cache(root)
     routers = find_routers(root, experts)
     for name, block in blocks.items():
         inside = [module for path, module in experts.items() if path.startswith(f"{name}.")]
@@ -42,21 +50,30 @@ def recompute_blocks(root: nn.Module, blocks: Mapping[str, nn.Module], experts: 
             router_shapes=frozenset((shape[1], shape[0]) for shape in weights if len(shape) == 2),
             nums_experts=frozenset(_num_experts(module) for module in inside),
         )
-        block.__dict__["forward"] = _RecomputedForward(block.forward, routing, inside)
+        indexers = [_SelectingOnce.wrap(module) for module in block.modules() if _is_indexer(module)]
+        block.__dict__["forward"] = _RecomputedForward(block.forward, routing, inside, indexers)
 
 
 class _RecomputedForward:
     """A block's forward, run again for its backward pass."""
 
-    def __init__(self, forward: Callable[..., Any], routing: "_RoutingOps", experts: list[nn.Module]) -> None:
-        self.forward, self.routing, self.experts = forward, routing, experts
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        routing: "_RoutingOps",
+        experts: list[nn.Module],
+        indexers: "list[_SelectingOnce]",
+    ) -> None:
+        self.forward, self.routing, self.experts, self.indexers = forward, routing, experts, indexers
         update_wrapper(self, forward, updated=())  # forward may be a wrapper with a state of its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         dispatchers = [dispatcher_of(module) for module in self.experts]
-        call = _BlockCall(self.routing, [d for d in dispatchers if isinstance(d, AllToAllDispatcher)])
+        call = _BlockCall(
+            self.routing, [d for d in dispatchers if isinstance(d, AllToAllDispatcher)], indexers=self.indexers
+        )
         return checkpoint(
             partial(self.forward, **kwargs),
             *args,
@@ -69,9 +86,12 @@ class _RecomputedForward:
 class _BlockCall:
     """What one call of a block keeps from its first pass for the replays."""
 
-    def __init__(self, routing: "_RoutingOps", dispatchers: list[AllToAllDispatcher]) -> None:
-        self.routing, self.dispatchers = routing, dispatchers
+    def __init__(
+        self, routing: "_RoutingOps", dispatchers: list[AllToAllDispatcher], *, indexers: "list[_SelectingOnce]"
+    ) -> None:
+        self.routing, self.dispatchers, self.indexers = routing, dispatchers, indexers
         self.results: list[Any] = []
+        self.selected: list[list[Tensor]] = [[] for _ in indexers]
         self.splits = [SplitMemory() for _ in dispatchers]
         self.random_states: list[tuple[torch.Generator, Tensor]] = []
 
@@ -103,6 +123,8 @@ class _BlockCall:
         with ExitStack() as stack:
             for dispatcher, memory in zip(self.dispatchers, self.splits, strict=True):
                 stack.enter_context(dispatcher.remember_splits(memory, replaying=replaying))
+            for indexer, selected in zip(self.indexers, self.selected, strict=True):
+                stack.enter_context(indexer.remember(selected, self.results, replaying=replaying))
             yield
 
     @contextmanager
@@ -112,6 +134,48 @@ class _BlockCall:
             return
         with kind(self.routing, self.results):
             yield
+
+
+class _SelectingOnce:
+    """An indexer's forward: it selects in the first pass through its block, and a replay is given the same tensors."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
+        self.selected: list[Tensor] | None = None
+        """None outside of both passes: without gradients nothing is kept."""
+        self.routed: list[Any] = []
+        self.replayed: Iterator[Tensor] | None = None
+        update_wrapper(self, forward, updated=())
+
+    @classmethod
+    def wrap(cls, indexer: nn.Module) -> "_SelectingOnce":
+        wrapper = indexer.__dict__["forward"] = cls(indexer.forward)
+        return wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.replayed is not None:
+            replayed: Tensor = _next_kept(self.replayed, "select_keys")
+            return replayed
+        num_routed = len(self.routed)
+        key_ids = self.forward(*args, **kwargs)
+        if self.selected is not None:
+            self.selected.append(key_ids)
+            # A product in there that looks like a router's was kept by its shape; no replay would come for it.
+            del self.routed[num_routed:]
+        return key_ids
+
+    @contextmanager
+    def remember(self, selected: list[Tensor], routed: list[Any], *, replaying: bool) -> Generator[None, None, None]:
+        """Keep what is selected inside in ``selected``; when ``replaying``, take it from there, in order.
+
+        ``routed`` is what has been kept of the block's routing so far.
+        """
+        outer = (self.selected, self.routed, self.replayed)
+        self.selected, self.routed, self.replayed = selected, routed, iter(selected) if replaying else None
+        try:
+            yield
+        finally:
+            self.selected, self.routed, self.replayed = outer
 
 
 class _Pass:
@@ -176,13 +240,17 @@ class _ReplayRouting(OperationMode):
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (operation, args) not in self.routing:
             return operation(*args, **kwargs)
-        result = next(self.results, None)
-        if result is None:
-            raise RuntimeError(
-                f"A recompute routed more often than the first pass did ({operation}): a block's forward must do the "
-                "same work whenever it gets the same input. Make it so, or set recompute='none'."
-            )
-        return copy_tensors(result)
+        return copy_tensors(_next_kept(self.results, operation))
+
+
+def _next_kept(results: Iterator[Any], operation: Any) -> Any:
+    result = next(results, None)
+    if result is None:
+        raise RuntimeError(
+            f"A recompute routed more often than the first pass did ({operation}): a block's forward must do the same "
+            "work whenever it gets the same input. Make it so, or set recompute='none'."
+        )
+    return result
 
 
 def _refuse_own_checkpointing(root: nn.Module) -> None:
@@ -194,11 +262,23 @@ def _refuse_own_checkpointing(root: nn.Module) -> None:
             )
 
 
+def _keep_no_cache(root: nn.Module) -> None:
+    """A Hugging Face model in training fills a cache of keys by default, which a replay would fill a second time."""
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True and hasattr(module, "gradient_checkpointing_enable"):
+            config.use_cache = False  # type: ignore[union-attr]
+
+
 def _generators() -> list[torch.Generator]:
     """Those a block may draw from: the CPU's, and the current GPU's once CUDA is in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
+def _is_indexer(module: nn.Module) -> bool:
+    return isinstance(module, Indexer) or type(module).__name__ in _HUGGING_FACE_INDEXERS
 
 
 def _num_experts(experts: nn.Module) -> int:

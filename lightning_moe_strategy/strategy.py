@@ -65,7 +65,7 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over: K and V are exchanged between
             domains first, then inside of each.
         nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
-        recompute: ``"block"`` keeps every block's input and routing and computes the rest again in the backward pass;
+        recompute: ``"block"`` keeps every block's input, routing and selected keys, and computes the rest again;
             ``"none"`` keeps all.
         timeout: of every collective on every mesh axis.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.

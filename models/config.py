@@ -53,12 +53,14 @@ class ModelConfig:
     tie_embeddings: bool = False
 
     index_heads: int = 0
-    """DSA indexer: heads (0: the published model has none). The block here attends to every earlier token;
-    the sizes are there to count parameters and traffic."""
+    """MLA only: heads of a DSA indexer, which picks the keys that a query attends to; 0: attend to every earlier
+    token."""
     index_head_dim: int = 0
+    """Channels of such a head; RoPE turns the first ``rope_head_dim`` of them."""
     index_top_k: int = 0
+    """Keys of a query, or as many as there are."""
     index_every: int = 1
-    """An indexer in one of so many layers, its top-k shared by those that follow."""
+    """An indexer in one of so many layers, its keys shared by those that follow."""
     index_skip_first: int = 2
     """The first layers, each with its own indexer, before that rhythm starts."""
 
@@ -77,6 +79,7 @@ class ModelConfig:
                 f"num_groups({self.num_groups}) does not divide num_experts({self.num_experts}). "
                 "Groups are of equal size: choose a divisor."
             )
+        self._check_indexer()
         selectable = self.top_k_groups * self.num_experts // self.num_groups
         if self.top_k > selectable or self.top_k_groups > self.num_groups:
             raise ValueError(
@@ -96,6 +99,31 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}({getattr(self, name)}) must be at least 1 with {self.attention} attention.")
 
+    def _check_indexer(self) -> None:
+        if not self.is_dsa:
+            return
+        if self.attention != "mla":
+            raise ValueError(
+                f"index_heads({self.index_heads}) needs mla attention, not {self.attention!r}: chosen keys are read as "
+                "latents. Set attention='mla', or index_heads=0."
+            )
+        if self.index_head_dim < self.rope_head_dim:
+            raise ValueError(
+                f"index_head_dim({self.index_head_dim}) must be at least rope_head_dim({self.rope_head_dim}), the "
+                "channels of an index head that RoPE turns. Raise it."
+            )
+        for name in ("index_top_k", "index_skip_first"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}({getattr(self, name)}) must be at least 1 with index_heads({self.index_heads}): the first "
+                    "layer selects the keys that others share."
+                )
+
+    @property
+    def is_dsa(self) -> bool:
+        """Attention sees the keys an indexer picks (DSA), not every earlier token."""
+        return self.index_heads > 0
+
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that RoPE turns."""
@@ -103,15 +131,15 @@ class ModelConfig:
 
     @property
     def indexer_layers(self) -> tuple[int, ...]:
-        """Layers that own a DSA indexer in the published model."""
-        if not self.index_heads:
+        """Layers that own a DSA indexer."""
+        if not self.is_dsa:
             return ()
         first, every = self.index_skip_first - 1, self.index_every
         return tuple(layer for layer in range(self.layers) if max(layer - first, 0) % every == 0)
 
     @property
     def indexer_parameters(self) -> int:
-        """Parameters of all DSA indexers together; ``MoETransformer`` holds none of them."""
+        """Parameters of all DSA indexers together."""
         dims = self.index_heads * self.index_head_dim
         one = (self.q_lora or self.hidden) * dims + self.hidden * (self.index_head_dim + self.index_heads)
         layer_norm_of_the_key = 2 * self.index_head_dim
@@ -225,6 +253,10 @@ _TINY_MLA = ModelConfig(
     top_k_groups=2,
 )
 
+_TINY_DSA = dataclasses.replace(
+    _TINY_MLA, layers=4, index_heads=4, index_head_dim=16, index_top_k=16, index_every=2, index_skip_first=1
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "glm-5.2": _GLM_5_2,
     "deepseek-v3": _DEEPSEEK_V3,
@@ -233,6 +265,7 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": _QWEN3_30B,
     "tiny": ModelConfig(),
     "tiny-mla": _TINY_MLA,
+    "tiny-dsa": _TINY_DSA,
 }
 """Published sizes, without multi-token-prediction layers and with plain RoPE. GPT-OSS is missing because its
 attention sinks, sliding windows and biased experts are not what this block computes."""

@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = dict(
     default_root_dir=tempfile.mkdtemp(prefix="trainer-"),
 )
 
-# fsdp, cp, d_rep, e_fsdp, ep, e_rep in {1, 2, 4}; ep < cp, ep > cp, ep = world, both kinds of replicas, a cp of two steps.
+# fsdp, cp, d_rep, e_fsdp, ep, e_rep in {1, 2, 4}; ep < cp, ep > cp, ep = world, both kinds of replicas, two-step cp.
 LAYOUTS_OF_4: list[dict[str, int]] = [
     dict(fsdp=4, cp=1, e_fsdp=1, ep=4),
     dict(fsdp=4, cp=1, e_fsdp=4, ep=1),

@@ -10,6 +10,8 @@ from lightning_moe_strategy.context_parallel.batch import (
     refuse_what_cannot_be_split,
     split_items,
 )
+from lightning_moe_strategy.context_parallel.documents import find_documents
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
 
 IGNORE = -100
 
@@ -118,10 +120,14 @@ HOLE[:, 3] = 0
         ({"attention_mask": torch.ones(2, 8, 8)}, r"attention_mask has shape \(2, 8, 8\)"),
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, r"8 tokens, but .*attention_mask"),
         ({"attention_mask": RIGHT}, r"'labels' count at tokens that attention_mask hides.*ignore_index\(-100\)"),
-        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "position_ids do not count up by one"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7, 8, 9]])}, "position_ids jump ahead"),
         ({"position_ids": torch.arange(8)}, r"position_ids.*\(8,\)"),
-        ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"packed documents \(cu_seqlens\)"),
-        ({"document_ids": torch.zeros(2, 8)}, r"packed documents \(document_ids\)"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, r"cu_seqlens of shape \(3,\) must rise from 0 to 2 \* 8"),
+        ({"cu_seqlens": torch.tensor([0, 4, 11, 16])}, "with every row's start among them"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4, 8, 16]), "seq_idx": torch.tensor([[0] * 3 + [1] * 5, [0] * 8])},
+            "differently under 'cu_seqlens', 'seq_idx'",
+        ),
         ({"labels": torch.ones(2, 7)}, r"8 tokens, but .*'labels': \(2, 7\)"),
     ],
 )
@@ -147,3 +153,32 @@ def test_a_batch_without_sequences_says_what_it_has():
         fields_of({"image": torch.ones(3), "n": 1})
     with pytest.raises(ValueError, match=r"under \['tokens'\]"):
         fields_of(batch_of(), sequence_keys=("tokens",))
+
+
+MARKS = {
+    "cu_seqlens": torch.tensor([0, 3, 8, 8 + 5, 16]),
+    "document_ids": torch.tensor([[7] * 3 + [9] * 5, [7] * 5 + [9] * 3]),
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("keys", [["cu_seqlens"], ["document_ids"], ["position_ids"], list(MARKS)])
+def test_documents_are_read_from_every_mark(keys):
+    items = batch_of() | {key: MARKS[key] for key in keys}
+    assert find_documents(items, batch_size=2, num_tokens=8) == ((0, 3), (0, 5))
+    _, sequence, _ = split_items(
+        items, fields_of(items), shift="model", degree=2, rank=1, ignore_index=IGNORE, pad_token_id=0
+    )
+    assert sequence.documents == ((0, 3), (0, 5))
+    assert torch.equal(sequence.position_ids_BL, MARKS["position_ids"][:, 2:6])
+
+
+def test_rows_with_the_same_documents_share_them_and_one_document_is_none():
+    assert find_documents({"cu_seq_lens_q": torch.tensor([0, 3, 8, 11, 16])}, batch_size=2, num_tokens=8) == ((0, 3),)
+    assert find_documents({"cu_seqlens": torch.tensor([0, 8, 16])}, batch_size=2, num_tokens=8) == ONE_DOCUMENT
+    assert find_documents({"position_ids": torch.arange(4, 12)[None]}, batch_size=1, num_tokens=8) == ONE_DOCUMENT
+
+
+def test_positions_of_padding_start_no_document():
+    items = {"position_ids": torch.tensor([[0, 1, 2, 1, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
+    assert find_documents(items, batch_size=1, num_tokens=5) == ONE_DOCUMENT

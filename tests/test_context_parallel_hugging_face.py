@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_moe_strategy.context_parallel import gather
+from lightning_moe_strategy.context_parallel import gather, sparse
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.layout import zigzag
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence
@@ -114,14 +114,12 @@ class Indexer(nn.Module):
     [
         (with_attribute("attention_dropout", 0.1), r"layers\.1\.self_attn has attention_dropout\(0\.1\).*=0\.0"),
         (with_attribute("is_causal", False), r"layers\.1\.self_attn has is_causal=False"),
-        (with_attribute("sinks", nn.Parameter(torch.zeros(4))), r"layers\.1\.self_attn has attention sinks"),
-        (with_attribute("indexer", Indexer()), r"layers\.1\.self_attn\.indexer .*DSA"),
+        (with_attribute("indexer", Indexer()), r"layers\.1\.self_attn\.indexer .*does not read latents"),
         (with_attribute("conv1d", nn.Conv1d(8, 8, 4)), r"layers\.1\.self_attn\.conv1d is a convolution over tokens"),
         (with_config(layer_types=["full_attention", "linear_attention"]), r"layer_types \['linear_attention'\]"),
         (with_config(layer_types=["chunked_attention"]), r"layer_types \['chunked_attention'\]"),
         (with_config(output_router_logits=True), r"router_aux_loss_coef=0\.001.*output_router_logits=False"),
         (with_config(rope_parameters={"rope_type": "dynamic"}), r"rope_type 'dynamic'"),
-        (with_config(index_topk=4), r"index_topk\(4\)"),
         (with_config(is_encoder_decoder=True), r"is_encoder_decoder=True"),
     ],
 )
@@ -142,10 +140,10 @@ def test_a_model_without_the_attention_registry_is_refused():
         adapt_attention(model, blocks, ContextParallel(Group()))
 
 
-def test_a_window_smaller_than_the_sequence_is_refused_and_a_larger_one_is_not():
-    model, cp = adapted("mixtral", change=with_config(sliding_window=6))
+def test_a_window_that_only_the_mask_knows_is_refused():
+    model, cp = adapted("qwen3_moe", change=with_config(sliding_window=6, layer_types=["sliding_attention"] * 2))
     ids = split_for(cp, num_tokens=8)
-    with pytest.raises(ValueError, match=r"sliding_window\(6\).*8 tokens"):
+    with pytest.raises(ValueError, match=r"sliding window of 6 in its config.*asks its attention for None"):
         model(input_ids=ids)
 
 
@@ -192,8 +190,7 @@ def test_positions_counted_from_zero_are_refused_in_the_first_step():
     ("options", "message"),
     [
         (dict(softcap=30.0), "a cap on attention scores"),
-        (dict(s_aux=torch.zeros(4)), "attention sinks"),
-        (dict(cu_seq_lens_q=torch.tensor([0, 4])), "packed documents"),
+        (dict(indices=torch.zeros(4)), "a sparse choice of keys"),
     ],
 )
 def test_what_a_layer_asks_of_its_attention_is_checked(options, message):
@@ -201,6 +198,13 @@ def test_what_a_layer_asks_of_its_attention_is_checked(options, message):
     ids = split_for(cp)
     with pytest.raises(ValueError, match=rf"model\.layers\.0 uses {message}"):
         model(input_ids=ids, **options)
+
+
+def test_marks_of_documents_that_the_batch_does_not_have_are_refused():
+    model, cp = adapted()
+    ids = split_for(cp)
+    with pytest.raises(ValueError, match="cu_seq_lens_q that the batch does not have"):
+        model(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 4]))
 
 
 def test_a_latent_layer_called_without_its_model_says_so():
@@ -215,3 +219,49 @@ def test_a_model_outside_of_a_step_says_what_is_missing():
     model, _ = adapted()
     with pytest.raises(RuntimeError, match=r"no batch was split.*ZigZagContextParallel"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_sparse_attention_gathers_latents_and_the_keys_of_indexers_alone(ranks2):
+    """GLM-5.2's pattern: a layer that shares the choice of the one before gathers no keys of an indexer."""
+    assert ranks2(gathered_per_layer) == [[["index key", "latent"], ["latent"]] * 2] * 2
+
+
+def gathered_per_layer():
+    from tests.families import make_model
+
+    model = make_model("glm_moe_dsa")
+    cp = ContextParallel(dist.group.WORLD)
+    adapt_attention(model, {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}, cp)
+    config, layers, original = model.config, [], sparse.all_gather_natural
+    names = {config.index_head_dim: "index key", config.kv_lora_rank + config.qk_rope_head_dim: "latent"}
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: layers.append([]))
+    sparse.all_gather_natural = lambda x, *args: (layers[-1].append(names[x.shape[-1]]), original(x, *args))[1]
+    try:
+        model(input_ids=split_for(cp, num_tokens=16))
+    finally:
+        sparse.all_gather_natural = original
+    return layers
+
+
+def test_an_adapted_value_projection_is_refused():
+    from tests.families import make_model
+
+    model = make_model("deepseek_v32")
+    model.model.layers[1].self_attn.kv_b_proj = nn.Sequential(model.model.layers[1].self_attn.kv_b_proj)
+    with pytest.raises(ValueError, match=r"layers\.1\.kv_b_proj is Sequential.*plain Linear"):
+        blocks = {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}
+        adapt_attention(model, blocks, ContextParallel(Group()))
+
+
+def test_an_indexer_that_scores_in_another_way_is_refused():
+    from tests.families import make_model
+
+    model = make_model("deepseek_v32")
+    cp = ContextParallel(Group())
+    adapt_attention(model, {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}, cp)
+    ids = split_for(cp)
+    indexer = model.model.layers[0].self_attn.indexer
+    indexer.__dict__["_context_parallel_forward"].forward = lambda hidden_states, *args, **kwargs: hidden_states
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.indexer multiplied 0 times"):
+        model(input_ids=ids)

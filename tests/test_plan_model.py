@@ -52,7 +52,7 @@ def test_a_shared_preset_counts_as_our_transformer_does(name):
     with torch.device("meta"):
         parameters = dict(MoETransformer(config).named_parameters())
     experts = sum(p.numel() for key, p in parameters.items() if ".experts." in key)
-    total = sum(p.numel() for p in parameters.values()) + config.indexer_parameters
+    total = sum(p.numel() for p in parameters.values())
     assert (MODELS[name].counts.total, MODELS[name].counts.experts) == (total, experts)
     # The same sizes, written out as a YAML of ours would hold them.
     written_out = from_sizes(dataclasses.asdict(config), name=name)

@@ -1,5 +1,7 @@
 """Recompute changes memory and nothing else: gradients, routing and communication are those of a plain backward."""
 
+import copy
+import gc
 import weakref
 from functools import partial
 from typing import Any
@@ -16,6 +18,9 @@ from lightning_moe_strategy import FSDPCPEPStrategy, MoELanguageModel
 from lightning_moe_strategy._torch_compat import in_backward
 from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, LocalDispatcher, SplitMemory
 from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, routing_observers
+from lightning_moe_strategy.kernels import key_selection
+from lightning_moe_strategy.models.config import ModelConfig
+from lightning_moe_strategy.models.transformer import MoETransformer
 from lightning_moe_strategy.recompute import recompute_blocks
 from lightning_moe_strategy.units import find_blocks, find_routers
 from tests import test_communication
@@ -26,6 +31,9 @@ CP2_EP2, CP4_EP4, NO_CP_EP4 = LAYOUTS_OF_4[2], LAYOUTS_OF_4[4], LAYOUTS_OF_4[0]
 BLOCK = {"recompute": "block"}
 
 make_ours = partial(MoELanguageModel, {"preset": "tiny-mla", "vocab_size": VOCABULARY, "hidden": 32}, warmup_steps=0)
+# As many index heads as experts: the indexer's head weights are a product of the router's shape.
+DSA = {"preset": "tiny-dsa", "vocab_size": VOCABULARY, "hidden": 32, "index_heads": 8, "index_top_k": 5}
+make_dsa = partial(MoELanguageModel, DSA, warmup_steps=0)
 make_qwen = partial(HuggingFaceLanguageModel, "qwen3_moe")
 make_deepseek = partial(HuggingFaceLanguageModel, "deepseek_v3", topk_group=2, n_group=2, num_hidden_layers=3)
 
@@ -41,6 +49,7 @@ class Dropping(PlainLanguageModel):
 
 MODELS = {
     "ours": (make_ours, "module"),
+    "dsa": (make_dsa, "module"),
     "qwen3_moe": (make_qwen, "model"),
     "deepseek_v3": (make_deepseek, "model"),
     "plain": (PlainLanguageModel, "module"),
@@ -76,6 +85,8 @@ def different(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) ->
     [
         ("ours", CP2_EP2),
         ("ours", NO_CP_EP4),
+        ("dsa", CP4_EP4),
+        ("dsa", NO_CP_EP4),
         ("qwen3_moe", CP2_EP2),
         ("deepseek_v3", CP4_EP4),
         ("plain", CP2_EP2),
@@ -215,6 +226,101 @@ def test_a_recomputed_block_keeps_its_input_logits_and_choice_alone():
     assert bytes_kept_per_layer(False, num_tokens) > 10 * (block_input + routing)
 
 
+def make_recomputed_dsa(**changes: Any) -> MoETransformer:
+    torch.manual_seed(0)
+    model = MoETransformer(ModelConfig.resolve(DSA | changes))
+    experts = find_experts(model)
+    for module in experts.values():
+        attach(module, LocalDispatcher(8))
+    recompute_blocks(model, find_blocks(model), experts)
+    return model
+
+
+def test_keys_are_selected_in_the_first_pass_alone(monkeypatch):
+    selections, select = [], key_selection._select_by_blocks
+    monkeypatch.setattr(
+        key_selection, "_select_by_blocks", lambda *args: (selections.append(in_backward()), select(*args))[1]
+    )
+    model, plain = make_recomputed_dsa(), MoETransformer(ModelConfig.resolve(DSA))
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(0, VOCABULARY, (2, 12))
+    for each in (model, plain):
+        selections.clear()
+        loss = each(ids).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert selections == [False, False]  # layers 0 and 2
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad) if mine.requires_grad else mine.grad is theirs.grad is None
+    with torch.no_grad():
+        assert torch.equal(model(ids), plain(ids))
+
+
+HF_DSA = dict(
+    index_n_heads=4, index_head_dim=16, index_topk=5, q_lora_rank=16, kv_lora_rank=12, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1, num_key_value_heads=4, num_hidden_layers=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "num_indexers"),
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense"] * 3}, 2),
+        ("deepseek_v32", {"first_k_dense_replace": 3}, 3),
+    ],
+)
+def test_hugging_face_indexers_select_in_the_first_pass_alone(model_type, changes, num_indexers):
+    torch.manual_seed(0)
+    plain = HuggingFaceLanguageModel(model_type, **HF_DSA, **changes)
+    model = copy.deepcopy(plain)
+    selections: list[bool] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            module.k_norm.register_forward_hook(lambda *args: selections.append(in_backward()))
+    recompute_blocks(model, find_blocks(model), {})
+    batch = {"input_ids": torch.randint(VOCABULARY, (2, 24)), "labels": torch.randint(VOCABULARY, (2, 24))}
+    for each in (model, plain):
+        each.model(**batch, use_cache=False).loss.backward()
+    assert selections == [False] * num_indexers
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+class BusierReplays:
+    """An indexer that a replay of its block would call twice."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention, self.forward = attention, attention.forward
+
+    def __call__(self, *args: Any) -> Any:
+        if in_backward():
+            self.forward(*args)
+        return self.forward(*args)
+
+
+def test_a_replay_that_selects_more_often_is_an_error():
+    torch.manual_seed(0)
+    model = MoETransformer(ModelConfig.resolve(DSA | {"dense_first_layers": 4}))
+    attention: Any = model.layers[0].attention
+    attention.forward = BusierReplays(attention)
+    recompute_blocks(model, find_blocks(model), {})
+    with pytest.raises(RuntimeError, match=r"A recompute routed more often than the first pass did \(select_keys\)"):
+        model(torch.zeros(1, 12, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize(("every", "num_indexers"), [(2, 2), (4, 1), (1, 4)])
+def test_one_tensor_of_keys_is_kept_per_indexer_and_none_by_layers_that_share(every, num_indexers):
+    model = make_recomputed_dsa(index_every=every)
+    num_tokens, top_k = 40, DSA["index_top_k"]
+    with NewStorages(model) as storages:
+        loss = model(torch.zeros(1, num_tokens, dtype=torch.int64)).sum()
+        gc.collect()
+        sizes = [s.nbytes() for s in (reference() for reference in storages.storages.values()) if s is not None]
+    # No other tensor has this size: hidden states have 128 bytes a token, logits of 8 experts 32, ids and scores 24.
+    assert sizes.count(num_tokens * top_k * 4) == num_indexers
+    loss.backward()
+
+
 def test_only_a_block_that_draws_has_its_generator_wound_back():
     torch.manual_seed(0)
     block = Draws()
@@ -299,3 +405,17 @@ def _half(num_samples: int, dp: int) -> Any:
 
 def test_a_second_trainer_with_another_recompute_is_refused(ranks4):
     assert all("recompute='block'; this Trainer asks for" in error for error in ranks4(fit_again_without_recompute))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_moe"])
+def test_a_hugging_face_model_fills_no_cache_that_a_replay_would_fill_again(model_type):
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = HuggingFaceLanguageModel(model_type).model
+        if recompute:
+            recompute_blocks(model, {f"layers.{i}": layer for i, layer in enumerate(model.model.layers)}, {})
+        model(**batch).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert not different(*([each] for each in found))

@@ -363,3 +363,56 @@ def test_settings_that_do_not_exist_are_named():
         ZigZagContextParallel(shift="left")
     with pytest.raises(ValueError, match=r"strategy='fsdp_cp_ep'.*object"):
         ZigZagContextParallel().setup(Trainer(object()), nn.Linear(1, 1), "fit")
+
+
+class SeparatesDocuments(Plain):
+    """In one process it hides the documents before a token's own from it."""
+
+    def forward(self, ids_BL, position_ids_BL):
+        if torch.distributed.is_initialized() and self.__dict__.get("on_ranks"):
+            return super().forward(ids_BL, position_ids_BL)
+        ends = [*(position_ids_BL[0, 1:] == 0).nonzero().flatten().add(1).tolist(), ids_BL.shape[1]]
+        starts = [0, *ends[:-1]]
+        pairs = zip(starts, ends, strict=True)
+        return torch.cat(
+            [super(SeparatesDocuments, self).forward(ids_BL[:, a:b], position_ids_BL[:, a:b]) for a, b in pairs], 1
+        )
+
+
+def train_separated(documents):
+    positions = torch.cat([torch.arange(5), torch.arange(9), torch.arange(2)]).expand(2, -1)
+    batch = whole_batch("none", 16) | {"position_ids": positions}
+    torch.manual_seed(1)
+    model = SeparatesDocuments()
+    reference = steps("none")(model, batch)
+    reference.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.__dict__["on_ranks"] = True
+    callback = ZigZagContextParallel(documents=documents)
+    strategy = attach(callback, model)
+    adapt_attention(model, {f"blocks.{i}": block for i, block in enumerate(model.blocks)}, strategy.context_parallel)
+    local = callback.split(batch, "train")
+    loss = steps("none")(model, local)
+    count = strategy.micro_batch.num_loss_tokens
+    dist.all_reduce(total := count.clone())
+    (loss * count / total).backward()
+    errors = []
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        errors.append(float((parameter.grad - expected[name]).norm() / expected[name].norm()))
+    return max(errors)
+
+
+def test_a_module_that_says_so_keeps_documents_apart(ranks2):
+    assert max(ranks2(train_separated, "separate")) < TOLERANCE
+
+
+def train_joined():
+    with pytest.raises(ValueError, match=r"blocks\.0 uses .* packed documents.*documents='separate'"):
+        train_separated("auto")
+    return True
+
+
+def test_a_module_that_attends_across_documents_is_refused(ranks2):
+    assert all(ranks2(train_joined))

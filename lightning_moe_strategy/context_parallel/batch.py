@@ -7,7 +7,6 @@ Shapes: B batch, S tokens of the whole sequence, L tokens of this rank (padding 
 """
 
 import copy
-import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_moe_strategy.context_parallel.documents import find_documents, positions_in_documents
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout, take_segments, zigzag
 from lightning_moe_strategy.context_parallel.scope import LocalSequence, Shift
 
@@ -24,7 +24,6 @@ Key = str | int
 _TOKEN_KEYS = ("input_ids", "inputs_embeds")
 SHIFTED_LABEL_KEYS = ("shift_labels", "targets", "target", "y")
 """Keys that hold, for every token, what is to be predicted there: nothing is left to shift."""
-_DOCUMENT_KEYS = re.compile(r"cu_seq_?lens|seq_idx|(doc|document|segment|sequence)_ids?$|max_length_[qk]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +135,10 @@ def split_items(
     num_padding = -fields.num_tokens % (2 * degree)
     layout = zigzag(fields.num_tokens + num_padding, degree)
     tail = 1 if shift == "module" else 0
+    documents = find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
     position_ids = items.get("position_ids")
     if position_ids is None:
-        position_ids = torch.arange(fields.num_tokens, device=fields.device).expand(fields.batch_size, -1)
+        position_ids = positions_in_documents(documents, fields.batch_size, fields.num_tokens, fields.device)
     # Padding and dummies repeat the last position: nobody sees them, and a table of positions need not grow.
     position_ids_BL = _own(position_ids, layout, rank, num_padding, tail, fill=None)
 
@@ -161,6 +161,7 @@ def split_items(
         layout=layout.with_tail_token() if tail else layout,
         num_tokens=fields.num_tokens,
         position_ids_BL=position_ids_BL,
+        documents=documents,
         shift=shift,
         shift_labels_BL=shifted_BL if shift == "model" else None,
         attention_mask_BL=local.get("attention_mask"),
@@ -203,12 +204,6 @@ def refuse_what_cannot_be_split(
             f"The sequence has {fields.num_tokens} tokens, fewer than 2 * cp({degree}) = {2 * degree} chunks. Use "
             "longer sequences or a smaller cp."
         )
-    documents = [key for key in items if isinstance(key, str) and _DOCUMENT_KEYS.search(key)]
-    if documents:
-        raise ValueError(
-            f"The batch marks packed documents ({', '.join(documents)}); cp > 1 attends over the whole sequence and "
-            "would leak between them. Give one document per row, or choose cp=1."
-        )
     mask = items.get("attention_mask")
     if isinstance(mask, Tensor):
         if mask.dim() != 2:
@@ -217,8 +212,7 @@ def refuse_what_cannot_be_split(
                 "right, or no mask."
             )
         _refuse_mask(mask.bool(), items, fields, shift, ignore_index)
-    if isinstance(items.get("position_ids"), Tensor):
-        _refuse_positions(items["position_ids"], mask)
+    find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
 
 
 def _refuse_mask(
@@ -237,17 +231,6 @@ def _refuse_mask(
         raise ValueError(
             f"Labels under {fields.labels_key!r} count at tokens that attention_mask hides. Set them to "
             f"ignore_index({ignore_index})."
-        )
-
-
-def _refuse_positions(position_ids: Tensor, mask_BS: Tensor | None) -> None:
-    jumps = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if mask_BS is not None:
-        jumps = jumps & mask_BS[:, 1:].bool()
-    if bool(jumps.any()):
-        raise ValueError(
-            "position_ids do not count up by one along the sequence: packed documents? cp > 1 attends over the whole "
-            "sequence and would leak between them. Give one document per row, or choose cp=1."
         )
 
 

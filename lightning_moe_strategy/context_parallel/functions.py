@@ -1,10 +1,12 @@
-"""Attention of any module that calls ``F.scaled_dot_product_attention``, taken over while one block computes.
+"""Attention of any module that calls ``F.scaled_dot_product_attention``, or our kernels of sparse attention, taken over
+while one block computes.
 
 A TorchFunctionMode is entered inside the block's own ``forward``: so it is there in an activation recompute
-too, in whatever thread that runs, and it catches the function under any name it was imported by. The model's
+too, in whatever thread that runs, and it catches the functions under any name they were imported by. The model's
 source and classes stay as they are.
 
-Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, C latent, N rope channels of a key.
+Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, C latent, N rope channels of a key; for sparse
+attention those of its kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,10 @@ from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.guard import OTHER_ATTENTION
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+from lightning_moe_strategy.context_parallel.sparse import attend_to_selected, select_keys_of_sequence
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
+from lightning_moe_strategy.kernels.key_selection import select_keys
+from lightning_moe_strategy.kernels.sparse_attention import sparse_attention
 from lightning_moe_strategy.models.attention import MultiHeadLatentAttention
 
 _WRAPPER = "_context_parallel_forward"
@@ -96,6 +102,10 @@ class _AttentionMode(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
+        if func is sparse_attention:
+            return self._attend_to_selected(*args, **(kwargs or {}))
+        if func is select_keys:
+            return self._select_keys(*args, **(kwargs or {}))
         if func in OTHER_ATTENTION:
             raise self._refusal(OTHER_ATTENTION[func], "Call F.scaled_dot_product_attention(is_causal=True).")
         if func is F.conv1d and _width(*args, **(kwargs or {})) > 1:
@@ -122,23 +132,74 @@ class _AttentionMode(TorchFunctionMode):
         if query.dim() == 3:
             query, key, value = (x[:, None] for x in (query, key, value))
             return self._attend(query, key, value, is_causal=True, scale=scale)[:, 0]
-        self._check_that_a_recompute_would_come_here()
+        self._check_that_a_recompute_would_come_here(has_gradient=True)
         self.cp.note_attention(self.block)
-        layout, group = self.cp.layout, self.cp.group
+        layout, group, documents = self.cp.layout, self.cp.group, self._documents()
         try:
             if self.expands_latents and key.shape[2] != query.shape[2]:
-                return causal_attention_on_gathered(query, key, value, layout=layout, rank=self.cp.rank, scale=scale)
-            return causal_attention(query, key, value, layout=layout, group=group, scale=scale)
+                return causal_attention_on_gathered(
+                    query, key, value, layout=layout, rank=self.cp.rank, scale=scale, documents=documents
+                )
+            return causal_attention(query, key, value, layout=layout, group=group, scale=scale, documents=documents)
         except ValueError as error:
             raise ValueError(f"Attention in {self.block}: {error}") from error
 
-    def _check_that_a_recompute_would_come_here(self) -> None:
+    def _attend_to_selected(
+        self, query_BLHM: Tensor, latent_BLM: Tensor, key_ids_BLK: Tensor, value_channels: int, scale: float
+    ) -> Tensor:
+        self._check_that_a_recompute_would_come_here(has_gradient=True)
+        self.cp.note_attention(self.block)
+        layout, group = self.cp.layout, self.cp.group
+        try:
+            return attend_to_selected(
+                query_BLHM, latent_BLM, key_ids_BLK, value_channels, scale, layout=layout, group=group
+            )
+        except ValueError as error:
+            raise ValueError(f"Attention in {self.block}: {error}") from error
+
+    def _select_keys(
+        self,
+        query_BLHN: Tensor,
+        key_BLN: Tensor,
+        weights_BLH: Tensor,
+        query_positions_L: Tensor | None = None,
+        *,
+        top_k: int,
+    ) -> Tensor:
+        if query_positions_L is not None:
+            raise self._refusal("select_keys with positions of its own", "Pass query_positions_L=None.")
+        self._refuse_documents()
+        # Keys are selected without gradients anywhere.
+        self._check_that_a_recompute_would_come_here(has_gradient=False)
+        layout, group = self.cp.layout, self.cp.group
+        try:
+            return select_keys_of_sequence(query_BLHN, key_BLN, weights_BLH, top_k, layout=layout, group=group)
+        except ValueError as error:
+            raise ValueError(f"Attention in {self.block}: {error}") from error
+
+    def _documents(self) -> Documents:
+        """What one call with ``is_causal=True`` does not do by itself."""
+        documents = self.cp.current.documents
+        if documents != ONE_DOCUMENT and not self.cp.separates_documents:
+            raise self._refusal(
+                "F.scaled_dot_product_attention(is_causal=True) on a batch that marks packed documents, which attends "
+                "across them",
+                "Say ZigZagContextParallel(documents='separate') if the module keeps them apart in one process, or "
+                "give one document per row.",
+            )
+        return documents
+
+    def _refuse_documents(self) -> None:
+        if self.cp.current.documents != ONE_DOCUMENT:
+            raise self._refusal("sparse attention on packed documents", "Give one document per row.")
+
+    def _check_that_a_recompute_would_come_here(self, *, has_gradient: bool) -> None:
         """A checkpoint inside the block would recompute its attention outside of this mode."""
         if self.cp.guard is None:
             return
         is_checkpoint = in_checkpointed_region() and saved_tensors_hook() is not self.hook_at_entry
         # A reentrant checkpoint sets no hook; it runs what it will recompute without gradients.
-        if is_checkpoint or torch.is_grad_enabled() != self.grad_at_entry:
+        if is_checkpoint or (has_gradient and torch.is_grad_enabled() != self.grad_at_entry):
             raise self._refusal(
                 "attention inside a checkpoint (or no_grad) that starts within the block",
                 "Checkpoint the whole block: checkpoint(block, x), not a part of its forward.",

@@ -13,6 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_moe_strategy.kernels.key_selection import select_keys
+from lightning_moe_strategy.kernels.sparse_attention import sparse_attention
+
+TAKEN_OVER: Mapping[object, str] = {
+    F.scaled_dot_product_attention: "F.scaled_dot_product_attention",
+    select_keys: "select_keys",
+    sparse_attention: "sparse_attention",
+}
+"""What an adapted block rewrites, by function."""
+
 OTHER_ATTENTION: Mapping[object, str] = {
     F.multi_head_attention_forward: "torch.nn.MultiheadAttention",
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention",
@@ -41,8 +51,7 @@ class FirstStepGuard(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = "F.scaled_dot_product_attention" if func is F.scaled_dot_product_attention else None
-        name = name or OTHER_ATTENTION.get(func)
+        name = TAKEN_OVER.get(func) or OTHER_ATTENTION.get(func)
         if name and not self.token_wise_depth:
             raise RuntimeError(
                 f"{name} was called outside of every adapted block. With cp={self.degree} it would attend to this "

@@ -23,6 +23,12 @@ from lightning_moe_strategy.context_parallel.hugging_face_limits import (
     refuse_inputs,
     refuse_model,
 )
+from lightning_moe_strategy.context_parallel.hugging_face_sparse import (
+    NO_MASK,
+    adapt_sparse_attention,
+    attend_sparsely,
+    is_sparse_attention,
+)
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
 
@@ -56,7 +62,9 @@ def adapt_pretrained_model(
             # Our cache remembers nothing, so a recompute may call it a second time.
             module._can_checkpoint_with_cache = True
         module.__dict__[_SITE] = _Site(where, cp)
-        if _is_latent_attention(module):
+        if is_sparse_attention(module):
+            adapt_sparse_attention(module, where, cp)
+        elif _is_latent_attention(module):
             latent_layers.add(int(module.layer_idx))
 
 
@@ -91,6 +99,9 @@ class _GatheringCache:
             gather_sequence(value_states, 2, layout, group),
         )
 
+    def update_indexer(self, key_states: Tensor, layer_idx: int) -> Tensor:
+        return key_states
+
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return 0
 
@@ -109,7 +120,8 @@ class _Inputs:
             return (), inputs  # an inner model: its outer one was here
         sequence = self.cp.current
         refuse_inputs(module, inputs, sequence)
-        ours = {"cache": self.cache, "use_cache": False, "attention_mask": None}
+        mask = NO_MASK if any(map(is_sparse_attention, module.modules())) else None
+        ours = {"cache": self.cache, "use_cache": False, "attention_mask": mask}
         inputs |= {name: value for name, value in ours.items() if name in self.names}
         if "position_ids" in self.names:
             inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
@@ -162,20 +174,29 @@ def _attention(
             "set_attn_implementation('sdpa') outside of a Trainer with strategy 'fsdp_cp_ep'."
         )
     cp = site.cp
-    num_tokens = cp.current.num_tokens
-    refuse_call(
-        site.block, module, num_tokens, mask=attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs
-    )
+    sequence, is_sparse = cp.current, is_sparse_attention(module)
+    if is_sparse and attention_mask is NO_MASK:
+        attention_mask = None
+    refuse_call(site.block, module, sequence, mask=attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs)
     cp.note_attention(site.block)
+    if is_sparse:
+        scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_sparsely(module, query_BHLD, key, kwargs["indices"], scale, cp).contiguous(), None
+    sight: dict[str, Any] = dict(
+        documents=sequence.documents,
+        window=kwargs.get("sliding_window"),
+        sinks_H=kwargs.get("s_aux"),
+        scale=scaling,
+    )
     if _is_latent_attention(module):
         if key.shape[2] == query_BHLD.shape[2]:
             raise RuntimeError(
                 f"{site.block} expanded this rank's latents only: the argument cache= of its model was lost on the "
                 "way. Call the model itself, not its layers."
             )
-        out = causal_attention_on_gathered(query_BHLD, key, value, layout=cp.layout, rank=cp.rank, scale=scaling)
+        out = causal_attention_on_gathered(query_BHLD, key, value, layout=cp.layout, rank=cp.rank, **sight)
     else:
-        out = causal_attention(query_BHLD, key, value, layout=cp.layout, group=cp.group, scale=scaling)
+        out = causal_attention(query_BHLD, key, value, layout=cp.layout, group=cp.group, **sight)
     return out.transpose(1, 2).contiguous(), None
 
 

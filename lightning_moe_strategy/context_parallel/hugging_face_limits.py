@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightning_moe_strategy.context_parallel.hugging_face_sparse import is_sparse_attention
 from lightning_moe_strategy.context_parallel.scope import LocalSequence
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
 
 _AUX_LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
-_LAYERS_WITH_CAUSAL_SOFTMAX = ("full_attention", "attention", "sliding_attention")
+_LAYERS_WITH_CAUSAL_SOFTMAX = ("full_attention", "attention", "sliding_attention", "indexed_attention")
 _UNSUPPORTED_OPTIONS = {
-    "s_aux": "attention sinks",
     "indices": "a sparse choice of keys",
     "softcap": "a cap on attention scores",
-    "cu_seq_lens_q": "packed documents",
-    "cu_seq_lens_k": "packed documents",
-    "seq_idx": "packed documents",
     "position_bias": "a bias on attention scores",
 }
 
@@ -30,8 +28,15 @@ def refuse_model(model: PreTrainedModel, name: str) -> None:
     """ValueError for a setting of the model that a split sequence would make wrong."""
     for config in _configs(model.config):
         _refuse_config(config, f"{name} ({type(config).__name__})")
+    known_indexers = {getattr(module, "indexer", None) for module in model.modules() if is_sparse_attention(module)}
     for path, module in model.named_modules():
-        _refuse_module(module, f"{name}.{path}" if path else name)
+        where = f"{name}.{path}" if path else name
+        _refuse_module(module, where)
+        if "Indexer" in type(module).__name__ and module not in known_indexers:
+            raise ValueError(
+                f"{where} ({type(module).__name__}) chooses keys for an attention that does not read latents; cp > 1 "
+                "supports sparse attention (DSA) on latents. Choose cp=1."
+            )
 
 
 def refuse_inputs(model: nn.Module, inputs: Mapping[str, Any], sequence: LocalSequence) -> None:
@@ -55,13 +60,12 @@ def refuse_inputs(model: nn.Module, inputs: Mapping[str, Any], sequence: LocalSe
             f"{where} was given labels, which it shifts inside its forward, but the batch was split for "
             f"shift={sequence.shift!r}. Say ZigZagContextParallel(shift='model'), or compute the loss yourself."
         )
-    _refuse_window(where, getattr(config.get_text_config(), "sliding_window", None), config, sequence.num_tokens)
 
 
 def refuse_call(
     where: str,
     module: nn.Module,
-    num_tokens: int,
+    sequence: LocalSequence,
     *,
     mask: Tensor | None,
     dropout: float,
@@ -77,11 +81,19 @@ def refuse_call(
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
         raise ValueError(f"{where} attends in both directions (is_causal=False). {remedy}")
     for option, meaning in _UNSUPPORTED_OPTIONS.items():
-        if options.get(option) is not None:
+        if options.get(option) is not None and not (option == "indices" and is_sparse_attention(module)):
             raise ValueError(f"{where} uses {meaning} ({option}), which cp > 1 does not support. {remedy}")
-    window = options.get("sliding_window")
-    if window is not None and window < num_tokens:
-        raise ValueError(_window_message(where, window, num_tokens))
+    if options.get("cu_seq_lens_q") is not None and sequence.documents == ONE_DOCUMENT:
+        raise ValueError(
+            f"{where} is given cu_seq_lens_q that the batch does not have: put the marks of packed documents into the "
+            "batch, so that they are known for the whole sequence before it is split."
+        )
+    expected, window, num_tokens = _window_of(module), options.get("sliding_window"), sequence.num_tokens
+    if expected != window and min(expected or num_tokens, window or num_tokens) < num_tokens:
+        raise ValueError(
+            f"{where} has a sliding window of {expected} in its config, which its mask would say, and asks its "
+            f"attention for {window}. {remedy}"
+        )
 
 
 def _refuse_config(config: PreTrainedConfig, where: str) -> None:
@@ -94,8 +106,6 @@ def _refuse_config(config: PreTrainedConfig, where: str) -> None:
         raise ValueError(f"{where} has is_encoder_decoder=True: cross attention cannot be split. Choose cp=1.")
     if getattr(config, "output_router_logits", False):
         _refuse_aux_loss(config, where)
-    if getattr(config, "index_topk", None) is not None:
-        raise ValueError(f"{where} has index_topk({config.index_topk}): sparse attention (DSA). Choose cp=1.")
     for kind in _rope_types(config):
         # Their frequencies follow the longest position a rank sees, and ranks see different ones.
         if "dynamic" in kind or kind == "longrope":
@@ -119,25 +129,18 @@ def _refuse_module(module: nn.Module, where: str) -> None:
         raise ValueError(f"{where} has attention_dropout({dropout}) > 0. Set attention_dropout=0.0 in its config.")
     if getattr(module, "is_causal", True) is False:
         raise ValueError(f"{where} has is_causal=False: it attends in both directions. Choose cp=1.")
-    if getattr(module, "sinks", None) is not None:
-        raise ValueError(f"{where} has attention sinks, which cp > 1 does not support. Choose cp=1.")
-    if "Indexer" in type(module).__name__:
-        raise ValueError(f"{where} ({type(module).__name__}) chooses keys: sparse attention (DSA). Choose cp=1.")
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         raise ValueError(f"{where} is a convolution over tokens (linear attention?). Choose cp=1.")
 
 
-def _refuse_window(where: str, window: int | None, config: PreTrainedConfig, num_tokens: int) -> None:
-    used = getattr(config.get_text_config(), "use_sliding_window", True)
-    if window is not None and used and window < num_tokens:
-        raise ValueError(_window_message(where, window, num_tokens))
-
-
-def _window_message(where: str, window: int, num_tokens: int) -> str:
-    return (
-        f"{where} has sliding_window({window}) smaller than the sequence({num_tokens} tokens); cp > 1 supports full "
-        "causal attention. Set sliding_window=None in its config, or shorten the sequences."
-    )
+def _window_of(module: nn.Module) -> int | None:
+    """The window that the model's own mask would give to this layer."""
+    config: Any = getattr(module, "config", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return window if layer_types[int(module.layer_idx)] == "sliding_attention" else None  # type: ignore[arg-type]
+    return window if getattr(config, "use_sliding_window", True) else None
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.guard import FirstStepGuard
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 
 Shift = Literal["model", "module", "none"]
 """Who shifts the labels by one token: the model inside its forward, the LightningModule, or nobody any more."""
@@ -31,6 +32,8 @@ class LocalSequence:
     num_tokens: int
     """Tokens of the whole sequence before padding and dummies."""
     position_ids_BL: Tensor
+    documents: Documents = ONE_DOCUMENT
+    """Packed in the whole sequence. Padding and dummies belong to the last one."""
     shift: Shift = "none"
     shift_labels_BL: Tensor | None = None
     """With ``shift="model"``: the labels, shifted on the whole sequence. A Hugging Face loss takes them as they are."""
@@ -52,6 +55,8 @@ class ContextParallel:
         """Patterns of block names that mix no tokens, so that no attention is expected of them."""
         self.positions_required = True
         """Whether a step that never reads the position ids is an error."""
+        self.separates_documents = False
+        """Whether modules that are no Hugging Face models keep packed documents apart."""
         self.guard: FirstStepGuard | None = None
         """Watches the step that runs now, if it is the first of its stage."""
         self._checked_stages: set[str] = set()

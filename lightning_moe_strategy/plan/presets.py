@@ -144,6 +144,10 @@ _TINY_MLA = dataclasses.replace(
     shared_intermediate=64,
 )
 
+_TINY_DSA = dataclasses.replace(
+    _TINY_MLA, name="tiny-dsa", layers=4, index_heads=4, index_head_dim=16, index_top_k=16, indexer_layers=2
+)
+
 MODELS: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -156,9 +160,10 @@ MODELS: dict[str, ModelShape] = {
         _GPT_OSS_120B,
         _TINY,
         _TINY_MLA,
+        _TINY_DSA,
     )
 }
-"""By name, largest questions first. ``tiny`` and ``tiny-mla`` are ours."""
+"""By name, largest questions first. ``tiny``, ``tiny-mla`` and ``tiny-dsa`` are ours."""
 
 
 def preset(name: str) -> ModelShape:

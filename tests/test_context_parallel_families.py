@@ -1,0 +1,91 @@
+"""Unchanged Hugging Face models of many families on cp ranks: the loss and every gradient of one process.
+
+Windows are shorter than a chunk and longer than one; documents begin inside of chunks and on their borders.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
+from lightning_moe_strategy.context_parallel.adapt import adapt_attention
+from lightning_moe_strategy.recompute import recompute_blocks
+from tests.families import FAMILIES, LINEAR, SPARSE, VOCABULARY, make_model
+from tests.test_zigzag import attach
+
+TOLERANCE = 1e-6
+"""Norm of a gradient's error over its norm, FP32."""
+
+LOOSER: dict[str, float] = {}
+
+PACKED = [[0, 5, 6, 13], [0, 9, 18, 20]]
+"""Starts of documents in the two sequences of a batch: 24 tokens, in chunks of 6 (cp 2) or 3 (cp 4)."""
+
+
+def make_batch(num_tokens, packed):
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCABULARY, (2, num_tokens), generator=generator)
+    labels = ids.clone()
+    labels[0, :7] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if packed:
+        ends = [[*row[1:], num_tokens] for row in PACKED]
+        rows = [
+            torch.cat([torch.arange(e - s) for s, e in zip(*row, strict=True)])
+            for row in zip(PACKED, ends, strict=True)
+        ]
+        batch["position_ids"] = torch.stack(rows)
+    return batch
+
+
+def one_by_one(model, batch):
+    """Each document's share of the loss, computed without the others."""
+    targets = torch.cat([batch["labels"][:, 1:], torch.full((2, 1), -100)], 1)
+    for row, starts in enumerate(PACKED):
+        for start, end in zip(starts, [*starts[1:], targets.shape[1]], strict=True):
+            ids, labels = batch["input_ids"][row : row + 1, start:end], targets[row : row + 1, start:end]
+            yield model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=(targets != -100).sum()).loss
+
+
+def train(family, num_tokens, packed, recompute):
+    """Difference of the loss and the worst relative error of a gradient on this rank, with its parameter."""
+    batch = make_batch(num_tokens, packed)
+    model = make_model(family)
+    expected = sum(one_by_one(model, batch)) if packed else model(**batch).loss
+    expected.backward()
+    reference = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    model = make_model(family)
+    blocks = {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}
+    callback = ZigZagContextParallel()
+    strategy = attach(callback, model)
+    adapt_attention(model, blocks, strategy.context_parallel)
+    if recompute:
+        recompute_blocks(model, blocks, {})
+    local = callback.split(batch, "train")
+    with strategy.context_parallel.step("train"):
+        loss = model(**local).loss
+    count = strategy.micro_batch.num_loss_tokens
+    dist.all_reduce(total := count.clone())
+    share = loss * count / total
+    share.backward()
+    dist.all_reduce(loss := share.detach().clone())
+    rows = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(gradient)
+        want = reference.get(name, torch.zeros_like(gradient))
+        rows[name] = float((gradient - want).norm() / (want.norm() + 1e-12))
+    worst = max(rows, key=lambda name: rows[name])
+    return abs(float(loss - expected.detach())), rows[worst], worst
+
+
+@pytest.mark.parametrize(("degree", "num_tokens", "recompute"), [(2, 24, False), (4, 22, True)], ids=["cp2", "cp4"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LINEAR])
+def test_every_gradient_equals_one_process(family, packed, degree, num_tokens, recompute, request):
+    if packed and family in SPARSE:
+        pytest.skip("refused: selection in packed documents")
+    ranks = request.getfixturevalue(f"ranks{degree}")
+    for difference, error, parameter in ranks(train, family, num_tokens, packed, recompute):
+        assert difference < 1e-6 and error < LOOSER.get(family, TOLERANCE), parameter
