@@ -25,14 +25,26 @@ _HIDDEN = torch.iinfo(torch.int64).min
 
 @torch.library.custom_op("lightning_moe::select_keys", mutates_args=())
 def _select_keys(
-    query_BLHN: Tensor, key_BSN: Tensor, weights_BLH: Tensor, query_positions_L: Tensor | None, top_k: int
+    query_BLHN: Tensor,
+    key_BSN: Tensor,
+    weights_BLH: Tensor,
+    query_positions_L: Tensor | None,
+    first_keys_BL: Tensor | None,
+    top_k: int,
 ) -> Tensor:
     with torch.autocast(query_BLHN.device.type, enabled=False):
-        return _select_by_blocks(query_BLHN, key_BSN, weights_BLH, query_positions_L, top_k)
+        return _select_by_blocks(query_BLHN, key_BSN, weights_BLH, query_positions_L, first_keys_BL, top_k)
 
 
 @_select_keys.register_fake
-def _(query_BLHN: Tensor, key_BSN: Tensor, weights_BLH: Tensor, query_positions_L: Tensor | None, top_k: int) -> Tensor:
+def _(
+    query_BLHN: Tensor,
+    key_BSN: Tensor,
+    weights_BLH: Tensor,
+    query_positions_L: Tensor | None,
+    first_keys_BL: Tensor | None,
+    top_k: int,
+) -> Tensor:
     width = min(top_k, key_BSN.shape[1])
     return query_BLHN.new_empty((*query_BLHN.shape[:2], width), dtype=torch.int32)
 
@@ -45,7 +57,12 @@ def _select_keys_flops(query_shape: Any, key_shape: Any, *args: Any, **kwargs: A
 
 
 def _select_by_blocks(
-    query_BLHN: Tensor, key_BSN: Tensor, weights_BLH: Tensor, query_positions_L: Tensor | None, top_k: int
+    query_BLHN: Tensor,
+    key_BSN: Tensor,
+    weights_BLH: Tensor,
+    query_positions_L: Tensor | None,
+    first_keys_BL: Tensor | None,
+    top_k: int,
 ) -> Tensor:
     batch, num_queries = query_BLHN.shape[:2]
     num_keys = key_BSN.shape[1]
@@ -65,6 +82,7 @@ def _select_by_blocks(
                 key_BSN[row, :num_seen],
                 weights_BLH[row, block],
                 query_positions_L[block],
+                None if first_keys_BL is None else first_keys_BL[row, block],
                 min(width, num_seen),
             )
             key_ids_BLK[row, block, : best_RK.shape[1]] = best_RK
@@ -72,7 +90,12 @@ def _select_by_blocks(
 
 
 def _best_of_block(
-    query_RHN: Tensor, key_EN: Tensor, weights_RH: Tensor, query_positions_R: Tensor, width: int
+    query_RHN: Tensor,
+    key_EN: Tensor,
+    weights_RH: Tensor,
+    query_positions_R: Tensor,
+    first_keys_R: Tensor | None,
+    width: int,
 ) -> Tensor:
     """Ids of the ``width`` best visible keys of each query, best first, the lower id first among equals."""
     scores_RE = _scores(query_RHN, key_EN, weights_RH)
@@ -86,6 +109,8 @@ def _best_of_block(
     ranks_RE <<= 32
     ranks_RE |= num_seen - 1 - key_ids_E
     ranks_RE.masked_fill_(key_ids_E > query_positions_R[:, None], _HIDDEN)
+    if first_keys_R is not None:
+        ranks_RE.masked_fill_(key_ids_E < first_keys_R[:, None], _HIDDEN)
     best_RK = ranks_RE.topk(width, dim=-1).values
     ids_RK = num_seen - 1 - (best_RK & 0xFFFFFFFF)
     return ids_RK.masked_fill_(best_RK == _HIDDEN, NO_KEY)
@@ -112,12 +137,14 @@ def select_keys(
     query_positions_L: Tensor | None = None,
     *,
     top_k: int,
+    first_keys_BL: Tensor | None = None,
 ) -> Tensor:
     """The ``min(top_k, S)`` best keys of every query: key_ids_BLK, int32, best first.
 
     A key's score is the sum over heads of ``weight * relu(q . k)``, in FP32 whatever the dtypes; a positive factor
     common to all keys changes nothing and belongs into the weights, if anywhere. Key s is visible to a query at
-    position p when ``s <= p``; ``query_positions_L`` are the queries' places among the keys, 0 ... L-1 by default.
+    position p when ``s <= p``; ``query_positions_L`` are the queries' places among the keys, 0 ... L-1 by default,
+    and not below ``first_keys_BL``, where a query's document starts, if that is given.
     Where fewer than K keys are visible the rest is -1. Of keys with equal scores the lower id wins, on every device.
 
     Scores exist for a block of queries at a time, 0.2 GB at a million keys. A selection has no gradient.
@@ -125,11 +152,20 @@ def select_keys(
     inputs = (query_BLHN, key_BSN, weights_BLH)
     if has_torch_function(inputs):
         selected: Tensor = handle_torch_function(
-            select_keys, inputs, query_BLHN, key_BSN, weights_BLH, query_positions_L, top_k=top_k
+            select_keys,
+            inputs,
+            query_BLHN,
+            key_BSN,
+            weights_BLH,
+            query_positions_L,
+            top_k=top_k,
+            first_keys_BL=first_keys_BL,
         )
         return selected
     check_selection(query_BLHN, key_BSN, weights_BLH, query_positions_L, top_k=top_k)
-    ids: Tensor = torch.ops.lightning_moe.select_keys(query_BLHN, key_BSN, weights_BLH, query_positions_L, top_k)
+    ids: Tensor = torch.ops.lightning_moe.select_keys(
+        query_BLHN, key_BSN, weights_BLH, query_positions_L, first_keys_BL, top_k
+    )
     return ids
 
 

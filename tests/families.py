@@ -49,7 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Changes to the sizes above. Windows are shorter than any sequence of a test; top-k is less than its keys."""
 
 LINEAR = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear")
-SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 
 def make_config(family: str, **changes: Any) -> Any:

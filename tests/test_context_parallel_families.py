@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.recompute import recompute_blocks
-from tests.families import FAMILIES, LINEAR, SPARSE, VOCABULARY, make_model
+from tests.families import FAMILIES, LINEAR, VOCABULARY, make_model
 from tests.test_zigzag import attach
 
 TOLERANCE = 1e-6
@@ -84,8 +84,6 @@ def train(family, num_tokens, packed, recompute):
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LINEAR])
 def test_every_gradient_equals_one_process(family, packed, degree, num_tokens, recompute, request):
-    if packed and family in SPARSE:
-        pytest.skip("refused: selection in packed documents")
     ranks = request.getfixturevalue(f"ranks{degree}")
     for difference, error, parameter in ranks(train, family, num_tokens, packed, recompute):
         assert difference < 1e-6 and error < LOOSER.get(family, TOLERANCE), parameter

@@ -127,7 +127,7 @@ def test_no_tensor_grows_with_queries_times_keys(monkeypatch):
     query, key, weights = torch.randn(1, 256, 2, 4), torch.randn(1, 256, 4), torch.randn(1, 256, 2)
     with Sizes() as sizes:
         # The operation's own steps, which are one step to a mode outside of it.
-        kernel._select_by_blocks(query, key, weights, None, 8)
+        kernel._select_by_blocks(query, key, weights, None, None, 8)
     assert sizes.largest == 256 * 8 == query.numel()  # the ids; 256 * 256 scores were made
 
 
@@ -160,3 +160,13 @@ def test_what_does_not_go_together_is_refused(change, message):
     query, key, weights = inputs()
     with pytest.raises(ValueError, match=message):
         select_keys(query, change.get("key", key), weights, change.get("positions"), top_k=change.get("top_k", 4))
+
+
+def test_keys_before_the_start_of_a_querys_document_are_not_selected():
+    torch.manual_seed(0)
+    query, key, weights = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 4)
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 6, 6, 6]])
+    together = select_keys(query, key, weights, top_k=3, first_keys_BL=starts)
+    for row, start, end in ((0, 0, 3), (0, 3, 9), (1, 0, 6), (1, 6, 9)):
+        alone = select_keys(*(x[row : row + 1, start:end] for x in (query, key, weights)), top_k=3)
+        assert torch.equal(together[row : row + 1, start:end], torch.where(alone < 0, alone, alone + start))

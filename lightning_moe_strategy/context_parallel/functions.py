@@ -165,15 +165,17 @@ class _AttentionMode(TorchFunctionMode):
         query_positions_L: Tensor | None = None,
         *,
         top_k: int,
+        first_keys_BL: Tensor | None = None,
     ) -> Tensor:
-        if query_positions_L is not None:
+        if query_positions_L is not None or first_keys_BL is not None:
             raise self._refusal("select_keys with positions of its own", "Pass query_positions_L=None.")
-        self._refuse_documents()
         # Keys are selected without gradients anywhere.
         self._check_that_a_recompute_would_come_here(has_gradient=False)
         layout, group = self.cp.layout, self.cp.group
         try:
-            return select_keys_of_sequence(query_BLHN, key_BLN, weights_BLH, top_k, layout=layout, group=group)
+            return select_keys_of_sequence(
+                query_BLHN, key_BLN, weights_BLH, top_k, layout=layout, group=group, documents=self._documents()
+            )
         except ValueError as error:
             raise ValueError(f"Attention in {self.block}: {error}") from error
 
@@ -182,16 +184,11 @@ class _AttentionMode(TorchFunctionMode):
         documents = self.cp.current.documents
         if documents != ONE_DOCUMENT and not self.cp.separates_documents:
             raise self._refusal(
-                "F.scaled_dot_product_attention(is_causal=True) on a batch that marks packed documents, which attends "
-                "across them",
+                "causal attention on a batch that marks packed documents, which attends across them",
                 "Say ZigZagContextParallel(documents='separate') if the module keeps them apart in one process, or "
                 "give one document per row.",
             )
         return documents
-
-    def _refuse_documents(self) -> None:
-        if self.cp.current.documents != ONE_DOCUMENT:
-            raise self._refusal("sparse attention on packed documents", "Give one document per row.")
 
     def _check_that_a_recompute_would_come_here(self, *, has_gradient: bool) -> None:
         """A checkpoint inside the block would recompute its attention outside of this mode."""

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.sparse import attend_to_selected, select_keys_of_sequence
-from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
 
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """What such a model gets for its mask, which it slices and hands to its indexer: causality is told by positions."""
@@ -56,11 +55,6 @@ def attend_sparsely(
     module: Any, query_BHLX: Tensor, latent_B1LM: Tensor, key_ids_BLK: Tensor, scale: float, cp: ContextParallel
 ) -> Tensor:
     """The attention's output [B, L, H, V] from local queries and latents."""
-    if cp.current.documents != ONE_DOCUMENT:
-        raise ValueError(
-            "The batch packs documents, and sparse attention (DSA) with cp > 1 selects keys from the whole row. Give "
-            "one document per row, or choose cp=1."
-        )
     nope, values, channels = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
     up_HXC = module.kv_b_proj.weight.view(-1, nope + values, channels)
     up_key_HNC, up_value_HVC = torch.split(up_HXC, [nope, values], dim=1)
@@ -99,7 +93,13 @@ class _SelectingForward:
         weights_BLI = weights_BL1I[:, :, 0]
         with torch.no_grad():
             return select_keys_of_sequence(
-                query_BLIJ, key_BLJ, weights_BLI, self.top_k, layout=self.cp.layout, group=self.cp.group
+                query_BLIJ,
+                key_BLJ,
+                weights_BLI,
+                self.top_k,
+                layout=self.cp.layout,
+                group=self.cp.group,
+                documents=self.cp.current.documents,
             )
 
 

@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy.collectives import AnyGroup
+from lightning_moe_strategy.context_parallel.documents import positions_in_documents
 from lightning_moe_strategy.context_parallel.gather import (
     all_gather_natural,
     gathered_should_be_kept,
     reduce_scatter_natural,
 )
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 from lightning_moe_strategy.kernels.key_selection import check_selection
 from lightning_moe_strategy.kernels.sparse_attention import check_sparse_attention
 
@@ -33,14 +35,21 @@ def select_keys_of_sequence(
     *,
     layout: SequenceLayout,
     group: AnyGroup,
+    documents: Documents = ONE_DOCUMENT,
 ) -> Tensor:
-    """The best keys of this rank's queries among all tokens up to their own: key_ids_BLK, natural positions."""
+    """The best keys of this rank's queries among the tokens of their document up to their own: key_ids_BLK, natural
+    positions."""
     _check_local(query_BLHN, key_BLN)
     check_selection(query_BLHN, key_BLN, weights_BLH, top_k=top_k)
     local = layout.for_local_length(key_BLN.shape[1])
     key_BSN = all_gather_natural(key_BLN.detach(), 1, local, group)
-    positions_L = local.token_ids(group.rank()).to(key_BLN.device)
-    ids: Tensor = torch.ops.lightning_moe.select_keys(query_BLHN, key_BSN, weights_BLH, positions_L, top_k)
+    positions_L, first_keys_BL = local.token_ids(group.rank()).to(key_BLN.device), None
+    if documents != ONE_DOCUMENT:
+        in_document_BS = positions_in_documents(documents, key_BLN.shape[0], local.num_tokens, key_BLN.device)
+        first_keys_BL = positions_L - in_document_BS[:, positions_L]
+    ids: Tensor = torch.ops.lightning_moe.select_keys(
+        query_BLHN, key_BSN, weights_BLH, positions_L, first_keys_BL, top_k
+    )
     return ids
 
 
