@@ -44,7 +44,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": dict(num_dense_layers=1, sliding_window=5, global_attn_every_n_layers=2),
     "qwen3_next": _DELTA,
     "qwen3_5_moe_text": _DELTA,
-    "kimi_linear": _DEEPSEEK | _LATENT | dict(num_hidden_layers=4),
+    "kimi_linear": _DEEPSEEK | _LATENT
+    | dict(
+        num_experts_per_token=2, mlp_layer_types=["dense", "sparse"],
+        linear_attn_config=dict(
+            head_dim=8, num_heads=4, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2]
+        ),
+    ),
 }  # fmt: skip
 """Changes to the sizes above. Windows are shorter than any sequence of a test; top-k is less than its keys."""
 
@@ -65,4 +71,9 @@ def make_model(family: str, **changes: Any) -> Any:
     torch.manual_seed(1)
     config = make_config(family, **changes)
     config._attn_implementation = "eager"
-    return AutoModelForCausalLM.from_config(config).float().train()
+    model = AutoModelForCausalLM.from_config(config).float().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-5, -2)  # a state of linear attention lives longer than a chunk
+    return model

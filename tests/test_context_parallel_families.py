@@ -3,6 +3,8 @@
 Windows are shorter than a chunk and longer than one; documents begin inside of chunks and on their borders.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from tests.test_zigzag import attach
 TOLERANCE = 1e-6
 """Norm of a gradient's error over its norm, FP32."""
 
-LOOSER: dict[str, float] = {}
+LOOSER = dict.fromkeys(LINEAR, 4e-6)
+"""A_log and dt_bias have one number per head, a sum over all tokens that largely cancels; in float64 they agree too."""
 
 PACKED = [[0, 5, 6, 13], [0, 9, 18, 20]]
 """Starts of documents in the two sequences of a batch: 24 tokens, in chunks of 6 (cp 2) or 3 (cp 4)."""
@@ -82,8 +85,15 @@ def train(family, num_tokens, packed, recompute):
 
 @pytest.mark.parametrize(("degree", "num_tokens", "recompute"), [(2, 24, False), (4, 22, True)], ids=["cp2", "cp4"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in LINEAR])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_gradient_equals_one_process(family, packed, degree, num_tokens, recompute, request):
     ranks = request.getfixturevalue(f"ranks{degree}")
     for difference, error, parameter in ranks(train, family, num_tokens, packed, recompute):
         assert difference < 1e-6 and error < LOOSER.get(family, TOLERANCE), parameter
+
+
+def test_the_page_of_models_lists_what_is_tested():
+    """docs/models.md is what ``python -m docs.models`` writes."""
+    from docs.models import text
+
+    assert Path("docs/models.md").read_text() == text()

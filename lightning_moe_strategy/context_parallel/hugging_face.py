@@ -1,8 +1,9 @@
-"""Context parallel for Hugging Face models, through what transformers offers for it and nothing patched.
+"""Context parallel for Hugging Face models, through what transformers offers for it.
 
 Three hooks of transformers carry it: an attention function in its registry, a ``cache`` argument whose
 ``update`` gathers instead of remembering, and a forward pre-hook that hands over positions and labels. Masks
-stay away because the attention function's name is absent from the mask registry.
+stay away because the attention function's name is absent from the mask registry. Sparse and linear attention, for which
+there is no hook, have files of their own.
 
 Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, H query heads, G key heads, D and E
 channels.
@@ -22,6 +23,10 @@ from lightning_moe_strategy.context_parallel.hugging_face_limits import (
     refuse_call,
     refuse_inputs,
     refuse_model,
+)
+from lightning_moe_strategy.context_parallel.hugging_face_linear import (
+    adapt_linear_attention,
+    is_linear_attention,
 )
 from lightning_moe_strategy.context_parallel.hugging_face_sparse import (
     NO_MASK,
@@ -66,6 +71,8 @@ def adapt_pretrained_model(
             adapt_sparse_attention(module, where, cp)
         elif _is_latent_attention(module):
             latent_layers.add(int(module.layer_idx))
+        elif is_linear_attention(module):
+            adapt_linear_attention(module, where, cp)
 
 
 class _Site:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lightning_moe_strategy.context_parallel.hugging_face_linear import is_linear_attention
 from lightning_moe_strategy.context_parallel.hugging_face_sparse import is_sparse_attention
 from lightning_moe_strategy.context_parallel.scope import LocalSequence
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
@@ -26,12 +27,15 @@ _UNSUPPORTED_OPTIONS = {
 
 def refuse_model(model: PreTrainedModel, name: str) -> None:
     """ValueError for a setting of the model that a split sequence would make wrong."""
+    linear = [module for module in model.modules() if is_linear_attention(module)]
     for config in _configs(model.config):
-        _refuse_config(config, f"{name} ({type(config).__name__})")
+        _refuse_config(config, f"{name} ({type(config).__name__})", has_linear_attention=bool(linear))
+    taken_over = {child for module in linear for child in module.children()}
     known_indexers = {getattr(module, "indexer", None) for module in model.modules() if is_sparse_attention(module)}
     for path, module in model.named_modules():
         where = f"{name}.{path}" if path else name
-        _refuse_module(module, where)
+        if module not in taken_over:
+            _refuse_module(module, where)
         if "Indexer" in type(module).__name__ and module not in known_indexers:
             raise ValueError(
                 f"{where} ({type(module).__name__}) chooses keys for an attention that does not read latents; cp > 1 "
@@ -96,11 +100,14 @@ def refuse_call(
         )
 
 
-def _refuse_config(config: PreTrainedConfig, where: str) -> None:
+def _refuse_config(config: PreTrainedConfig, where: str, *, has_linear_attention: bool) -> None:
     unsupported = set(getattr(config, "layer_types", None) or ()) - set(_LAYERS_WITH_CAUSAL_SOFTMAX)
+    if has_linear_attention:
+        unsupported.discard("linear_attention")
     if unsupported:
         raise ValueError(
-            f"{where} has layer_types {sorted(unsupported)}; cp > 1 supports causal softmax attention. Choose cp=1."
+            f"{where} has layer_types {sorted(unsupported)}; cp > 1 supports causal softmax attention and the delta "
+            "rules of Qwen3-Next and Kimi Linear. Choose cp=1."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{where} has is_encoder_decoder=True: cross attention cannot be split. Choose cp=1.")
