@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_moe_strategy.context_parallel.batch import (
     with_items,
 )
 from lightning_moe_strategy.context_parallel.gather import restore_sequence
+from lightning_moe_strategy.context_parallel.padding import LayoutName
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, Shift
 
 
@@ -57,6 +58,7 @@ class ZigZagContextParallel(Callback):
         token_wise_modules: Sequence[str] = (),
         positions: Literal["required", "none"] = "required",
         documents: Literal["auto", "separate"] = "auto",
+        layout: LayoutName = "zigzag",
     ) -> None:
         """
         Args:
@@ -74,11 +76,16 @@ class ZigZagContextParallel(Callback):
             documents: of a batch that marks packed documents (``cu_seqlens``, ``document_ids``, ``position_ids`` that
                 start again). "auto": Hugging Face models keep them apart, other modules refuse such a batch.
                 "separate": other modules keep them apart too, as they must in one process for equal results.
+            layout: "zigzag" shares out the whole sequence. "per_document" does so with every packed document by itself,
+                padded to a multiple of ``2 * cp``: equal attention for every rank where documents are many and much
+                longer than that; the padding is said once. "contiguous": one piece per rank, for models without
+                softmax attention.
         """
         for name, value, allowed in (
             ("shift", shift, ("auto", "model", "module", "none")),
             ("positions", positions, ("required", "none")),
             ("documents", documents, ("auto", "separate")),
+            ("layout", layout, get_args(LayoutName)),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}({value!r}) must be one of {allowed}.")
@@ -87,11 +94,11 @@ class ZigZagContextParallel(Callback):
         self.shift = shift
         self.ignore_index, self.pad_token_id = ignore_index, pad_token_id
         self.token_wise_modules, self.positions = tuple(token_wise_modules), positions
-        self.documents = documents
+        self.documents, self.layout = documents, layout
         self._strategy: SplitsBatches | None = None
         self._module: nn.Module | None = None
         self._agreed_stages: set[str] = set()
-        self._said_who_shifts = False
+        self._said_who_shifts = self._said_padding = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy: object = trainer.strategy
@@ -128,6 +135,7 @@ class ZigZagContextParallel(Callback):
                 shift=shift,
                 degree=strategy.context_parallel.degree,
                 ignore_index=self.ignore_index,
+                layout=self.layout,
             )
         except ValueError as reason:
             error = str(reason)
@@ -145,7 +153,9 @@ class ZigZagContextParallel(Callback):
             rank=cp.rank,
             ignore_index=self.ignore_index,
             pad_token_id=self.pad_token_id,
+            layout=self.layout,
         )
+        self._say_padding(fields, cp)
         return with_items(batch, local)
 
     def restore(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -157,7 +167,22 @@ class ZigZagContextParallel(Callback):
         if cp.degree == 1:
             return x
         sequence = cp.current
-        return restore_sequence(x, dim, sequence.layout, cp.group, num_tokens=sequence.num_tokens)
+        if sequence.is_token_P is None:
+            return restore_sequence(x, dim, sequence.layout, cp.group, num_tokens=sequence.num_tokens)
+        num_padded = sequence.is_token_P.shape[0]
+        padded = restore_sequence(x, dim, sequence.layout, cp.group, num_tokens=num_padded)
+        return padded.index_select(dim, sequence.is_token_P.nonzero()[:, 0].to(x.device))
+
+    def _say_padding(self, fields: SequenceFields, cp: ContextParallel) -> None:
+        """What cutting every document by itself costs, for the first batch."""
+        if cp.current.is_token_P is None or self._said_padding:
+            return
+        num_padding = cp.current.is_token_P.shape[0] - fields.num_tokens
+        rank_zero_info(
+            f"ZigZagContextParallel pads {fields.num_tokens:,} tokens of {len(cp.current.documents[0]):,} documents by "
+            f"{num_padding:,} ({num_padding / fields.num_tokens:.1%}), so that 2 * cp({cp.degree}) divides each."
+        )
+        self._said_padding = True
 
     def _attached_to(self) -> SplitsBatches:
         if self._strategy is None:

@@ -182,3 +182,39 @@ def test_rows_with_the_same_documents_share_them_and_one_document_is_none():
 def test_positions_of_padding_start_no_document():
     items = {"position_ids": torch.tensor([[0, 1, 2, 1, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert find_documents(items, batch_size=1, num_tokens=5) == ONE_DOCUMENT
+
+
+def split_by_document(shift, rank):
+    items = batch_of(12) | {"document_ids": torch.tensor([[0] * 5 + [1] * 7] * 2)}
+    items["input_ids"] = torch.arange(12).repeat(2, 1)
+    items["labels"] = torch.arange(100, 112).repeat(2, 1)
+    return split_items(
+        items, fields_of(items), shift=shift, degree=2, rank=rank, ignore_index=IGNORE, pad_token_id=77,
+        layout="per_document",
+    )  # fmt: skip
+
+
+def test_documents_that_are_cut_by_themselves_are_padded_by_themselves():
+    """5 tokens become 8 in chunks of 2, 7 become 8: rank 0 owns the outer chunks of both, rank 1 the inner ones."""
+    outer, sequence, counts = split_by_document("none", 0)
+    inner, _, other_counts = split_by_document("none", 1)
+    assert outer["input_ids"][0].tolist() == [0, 1, 77, 77, 5, 6, 11, 77]
+    assert inner["input_ids"][0].tolist() == [2, 3, 4, 77, 7, 8, 9, 10]
+    assert outer["labels"][0].tolist() == [100, 101, IGNORE, IGNORE, 105, 106, 111, IGNORE]
+    assert outer["position_ids"][0].tolist() == [0, 1, 4, 4, 0, 1, 6, 6]
+    assert sequence.documents == ((0, 8),)
+    assert (counts.num_tokens, other_counts.num_tokens) == (2 * 5, 2 * 7)
+    assert counts.real_tokens_BL[0].tolist() == [True, True, False, False, True, True, True, False]
+
+
+def test_labels_are_shifted_before_documents_are_padded():
+    _, sequence, _ = split_by_document("model", 0)
+    assert sequence.shift_labels_BL[0].tolist() == [101, 102, IGNORE, IGNORE, 106, 107, IGNORE, IGNORE]
+
+
+def test_rows_that_pack_different_documents_cannot_be_cut_by_document():
+    items = batch_of() | {"document_ids": MARKS["document_ids"]}
+    with pytest.raises(ValueError, match="layout='per_document' .* rows of this batch pack different ones"):
+        refuse_what_cannot_be_split(
+            items, fields_of(items), shift="none", degree=2, ignore_index=IGNORE, layout="per_document"
+        )

@@ -7,6 +7,7 @@ from lightning_moe_strategy.context_parallel.layout import (
     Segment,
     SequenceLayout,
     contiguous,
+    per_document,
     take_segments,
     zigzag,
 )
@@ -80,3 +81,18 @@ def test_segments_must_cover_every_token_once_and_evenly():
         SequenceLayout(segments=((Segment(0, 2),), (Segment(1, 2),)))
     with pytest.raises(ValueError, match=r"\[2, 1\] tokens"):
         SequenceLayout(segments=((Segment(0, 2),), (Segment(2, 1),)))
+
+
+def test_every_document_is_shared_out_evenly():
+    layout = per_document([8, 4, 16], 2)
+    for start, end in ((0, 8), (8, 12), (12, 28)):
+        pairs = [
+            sum(
+                id - start + 1
+                for segment in owned
+                for id in range(segment.start, segment.end)
+                if start <= segment.start < end
+            )
+            for owned in layout.segments
+        ]
+        assert pairs[0] == pairs[1]

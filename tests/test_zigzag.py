@@ -416,3 +416,16 @@ def train_joined():
 
 def test_a_module_that_attends_across_documents_is_refused(ranks2):
     assert all(ranks2(train_joined))
+
+
+def restored_by_document():
+    callback = ZigZagContextParallel(layout="per_document")
+    attach(callback, nn.Linear(1, 1))
+    targets = torch.arange(24).view(2, 12)
+    batch = {"input_ids": targets, "targets": targets, "document_ids": torch.tensor([[0] * 5 + [1] * 7] * 2)}
+    local = callback.split(batch, "train")
+    return torch.equal(callback.restore(local["input_ids"]), targets)
+
+
+def test_outputs_come_back_without_the_padding_of_documents(ranks2):
+    assert all(ranks2(restored_by_document))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_moe_strategy.context_parallel.documents import find_documents, positions_in_documents
-from lightning_moe_strategy.context_parallel.layout import SequenceLayout, take_segments, zigzag
+from lightning_moe_strategy.context_parallel.layout import take_segments
+from lightning_moe_strategy.context_parallel.padding import LayoutName, filler, share_out
 from lightning_moe_strategy.context_parallel.scope import LocalSequence, Shift
 
 Key = str | int
@@ -125,6 +126,7 @@ def split_items(
     rank: int,
     ignore_index: int,
     pad_token_id: int,
+    layout: LayoutName = "zigzag",
 ) -> tuple[dict[Key, Any], LocalSequence, MicroBatch]:
     """This rank's part of a batch's items, of its sequence, and its counts.
 
@@ -132,54 +134,67 @@ def split_items(
     its labels begin with ``ignore_index``, so that the module's own ``logits[:, :-1]`` against ``labels[:, 1:]``
     pairs every token with its globally next one.
     """
-    num_padding = -fields.num_tokens % (2 * degree)
-    layout = zigzag(fields.num_tokens + num_padding, degree)
     tail = 1 if shift == "module" else 0
     documents = find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
+    shared = share_out(layout, documents, fields.num_tokens, degree)
+
+    def own(x: Tensor, fill: int | None, num_dummies: int = tail) -> Tensor:
+        own_BL = take_segments(shared.pad(x, fill), 1, shared.layout.segments[rank])
+        return torch.cat([own_BL, filler(x, num_dummies, fill)], 1) if num_dummies else own_BL.contiguous()
+
     position_ids = items.get("position_ids")
     if position_ids is None:
         position_ids = positions_in_documents(documents, fields.batch_size, fields.num_tokens, fields.device)
-    # Padding and dummies repeat the last position: nobody sees them, and a table of positions need not grow.
-    position_ids_BL = _own(position_ids, layout, rank, num_padding, tail, fill=None)
+    # Padding and dummies repeat a position: nobody sees them, and a table of positions need not grow.
+    position_ids_BL = own(position_ids, None)
 
     local = dict(items)
     for key in fields.keys:
         is_labels = key == fields.labels_key or key == "labels"
-        fill = ignore_index if is_labels else pad_token_id if key in ("input_ids", 0) else 0
-        local[key] = _own(items[key], layout, rank, num_padding, tail, fill=fill)
+        local[key] = own(items[key], ignore_index if is_labels else pad_token_id if key in ("input_ids", 0) else 0)
     if all(isinstance(key, str) for key in items):
         local["position_ids"] = position_ids_BL
 
     shifted_BL = None
     if fields.labels_key is not None:
         labels = items[fields.labels_key]
-        shifted = labels if shift == "none" else _shifted(labels, ignore_index)
-        shifted_BL = _own(shifted, layout, rank, num_padding, 0, fill=ignore_index)
+        shifted_BL = own(labels if shift == "none" else _shifted(labels, ignore_index), ignore_index, 0)
         if shift == "module":
-            local[fields.labels_key] = torch.cat([_filler(shifted_BL, 1, ignore_index), shifted_BL], 1)
+            local[fields.labels_key] = torch.cat([filler(shifted_BL, 1, ignore_index), shifted_BL], 1)
     sequence = LocalSequence(
-        layout=layout.with_tail_token() if tail else layout,
+        layout=shared.layout.with_tail_token() if tail else shared.layout,
         num_tokens=fields.num_tokens,
+        is_token_P=shared.is_token_P,
         position_ids_BL=position_ids_BL,
-        documents=documents,
+        documents=shared.documents,
         shift=shift,
         shift_labels_BL=shifted_BL if shift == "model" else None,
         attention_mask_BL=local.get("attention_mask"),
     )
+    is_token_L = _is_token(sequence, rank)
     counts = MicroBatch(
-        num_tokens=fields.batch_size * layout.num_owned_before(fields.num_tokens, rank),
+        num_tokens=fields.batch_size * int(is_token_L.sum()),
         num_loss_tokens=None if shifted_BL is None else (shifted_BL != ignore_index).sum(),
-        real_tokens_BL=_real_tokens(fields, sequence, rank),
+        real_tokens_BL=_real_tokens(fields, sequence, is_token_L),
     )
     return local, sequence, counts
 
 
-def _real_tokens(fields: SequenceFields, sequence: LocalSequence, rank: int) -> Tensor | None:
-    layout, shape = sequence.layout, (fields.batch_size, sequence.layout.tokens_per_rank)
+def _is_token(sequence: LocalSequence, rank: int) -> Tensor:
+    """Which of this rank's tokens are neither padding nor dummies: bool [L], on the CPU."""
+    ids_L = sequence.layout.token_ids(rank)
+    if sequence.is_token_P is None:
+        return ids_L < sequence.num_tokens
+    num_padded = sequence.is_token_P.shape[0]
+    return (ids_L < num_padded) & sequence.is_token_P[ids_L.clamp(max=num_padded - 1)]
+
+
+def _real_tokens(fields: SequenceFields, sequence: LocalSequence, is_token_L: Tensor) -> Tensor | None:
+    shape = (fields.batch_size, sequence.layout.tokens_per_rank)
     mask_BL = _as_bool(sequence.attention_mask_BL, shape)
-    if layout.num_tokens == fields.num_tokens:
+    if sequence.layout.num_tokens == fields.num_tokens:
         return mask_BL
-    is_token_L = (layout.token_ids(rank) < fields.num_tokens).to(fields.device)
+    is_token_L = is_token_L.to(fields.device)
     return is_token_L.expand(shape) if mask_BL is None else is_token_L & mask_BL
 
 
@@ -188,7 +203,13 @@ def _as_bool(mask: Any, shape: tuple[int, int]) -> Tensor | None:
 
 
 def refuse_what_cannot_be_split(
-    items: Mapping[Key, Any], fields: SequenceFields, *, shift: Shift, degree: int, ignore_index: int
+    items: Mapping[Key, Any],
+    fields: SequenceFields,
+    *,
+    shift: Shift,
+    degree: int,
+    ignore_index: int,
+    layout: LayoutName = "zigzag",
 ) -> None:
     """ValueError for a batch whose split would not be exact."""
     unequal = {
@@ -212,7 +233,8 @@ def refuse_what_cannot_be_split(
                 "right, or no mask."
             )
         _refuse_mask(mask.bool(), items, fields, shift, ignore_index)
-    find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
+    documents = find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
+    share_out(layout, documents, fields.num_tokens, degree)
 
 
 def _refuse_mask(
@@ -236,19 +258,7 @@ def _refuse_mask(
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
     """What each token is to predict: the label of the next one."""
-    return torch.cat([labels[:, 1:], _filler(labels, 1, ignore_index)], 1)
-
-
-def _own(x: Tensor, layout: SequenceLayout, rank: int, num_padding: int, tail: int, *, fill: int | None) -> Tensor:
-    """This rank's tokens of ``x`` after padding and before ``tail`` dummies; ``fill`` None repeats the last token."""
-    padded = torch.cat([x, _filler(x, num_padding, fill)], 1) if num_padding else x
-    own = take_segments(padded, 1, layout.segments[rank])
-    return torch.cat([own, _filler(x, tail, fill)], 1) if tail else own.contiguous()
-
-
-def _filler(x: Tensor, length: int, fill: int | None) -> Tensor:
-    last = x[:, -1:].expand(-1, length, *x.shape[2:])
-    return last if fill is None else torch.full_like(last, fill)
+    return torch.cat([labels[:, 1:], filler(labels, 1, ignore_index)], 1)
 
 
 def _labels_key(items: Mapping[Key, Any]) -> Key | None:

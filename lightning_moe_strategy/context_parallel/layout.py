@@ -5,7 +5,7 @@ how they were chosen. *Natural order* is the order of the sequence; *rank-major 
 then rank 1's, and so on: the order in which an all-gather delivers them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -152,6 +152,16 @@ def contiguous(num_tokens: int, degree: int) -> SequenceLayout:
     """Rank r owns the r-th of ``degree`` equal parts; the last has ``2 - 1 / degree`` times the mean work."""
     part = _equal_part(num_tokens, degree, "cp")
     return SequenceLayout(segments=tuple((Segment(rank * part, part),) for rank in range(degree)))
+
+
+def per_document(lengths: Sequence[int], degree: int) -> SequenceLayout:
+    """Every document zig-zag by itself, one after another: equal causal work inside each of them."""
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    owned: list[list[Segment]] = [[] for _ in range(degree)]
+    for start, length in zip(starts, lengths, strict=True):
+        for segments, of_rank in zip(owned, zigzag(length, degree).segments, strict=True):
+            segments += [Segment(start + segment.start, segment.length) for segment in of_rank]
+    return SequenceLayout(segments=tuple(tuple(segments) for segments in owned))
 
 
 def take_segments(x: Tensor, dim: int, segments: Iterable[Segment]) -> Tensor:

@@ -32,6 +32,8 @@ class LocalSequence:
     num_tokens: int
     """Tokens of the whole sequence before padding and dummies."""
     position_ids_BL: Tensor
+    is_token_P: Tensor | None = None
+    """Which tokens of the padded sequence are no padding, where that does not stand at the end alone. On the CPU."""
     documents: Documents = ONE_DOCUMENT
     """Packed in the whole sequence. Padding and dummies belong to the last one."""
     shift: Shift = "none"
