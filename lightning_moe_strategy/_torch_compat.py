@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,23 @@ def unit_name(group: Any) -> str:
     return group._module_fqn or ""
 
 
+def pending_gather(group: Any) -> Literal["none", "freed", "kept"]:
+    """Whether a unit's gather is waited for next. ``kept``: its buffer lives until the next unit is copied out of its
+    own, as FSDP does in a forward pass with streams. Seen in torch 2.11-2.13.
+    """
+    result = group._all_gather_result
+    if result is None:
+        return "none"
+    is_forward = group._training_state.name == "FORWARD"
+    is_kept = is_forward and result.all_gather_work is None and group._all_gather_process_group.size() > 1
+    return "kept" if is_kept else "freed"
+
+
+def max_held_reductions(group: Any) -> int:
+    """Inputs of reduce-scatters that a backward pass holds at a time: 1, settable from torch 2.13 on."""
+    return int(getattr(group.comm_ctx, "reduce_scatter_max_input_buffers", 1))
+
+
 def group_of_collective(args: tuple[Any, ...]) -> dist.ProcessGroup:
     """The process group among the arguments of a ``c10d`` operation. Seen in torch 2.11-2.13."""
     boxed = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
@@ -127,6 +144,21 @@ def fake_world(world_size: int, rank: int) -> Generator[None, None, None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_dtensor_plans()
+
+
+def forget_dtensor_plans() -> None:
+    """Empty DTensor's caches. Their keys hold meshes, equal for every rank and every process group, and their values
+    shapes and groups of the rank that came first. Seen in torch 2.11-2.13.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    # The compiled cache is younger than the Python one.
+    clear = getattr(debug, "_clear_sharding_prop_cache", None) or debug._clear_python_sharding_prop_cache
+    clear()
+    for function in vars(_redistribute).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

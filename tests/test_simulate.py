@@ -4,6 +4,7 @@ import json
 from contextlib import ExitStack
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
+from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats
 
 from lightning_moe_strategy import MoELanguageModel
 from lightning_moe_strategy.cli.simulate import run_simulate
@@ -70,7 +72,8 @@ def figures(watch: StepWatch, resident_bytes: int) -> dict[str, Any]:
         "bytes": axes,
         "units": dict(watch.communication.of_units),
         "unit_bytes": dict(watch.communication.bytes_of_units),
-        "flops": {key: value for key, value in watch.arithmetic.flops.items() if key[0] in ("forward", "backward")},
+        "flops": dict(watch.arithmetic.flops),
+        "order": dict(watch.communication.order_of_units),
         "peaks": {name: peak.num_bytes for name, peak in watch.memory.peaks.items() if name != "optimizer"},
         "buckets": {name: watch.memory.buckets(peak.moment) for name, peak in watch.memory.peaks.items()},
         "resident": resident_bytes,
@@ -133,7 +136,10 @@ def test_a_simulated_step_is_the_real_one(degrees, precision, ranks4):
         assert unit.all_gather_bytes == real["unit_bytes"].get((name, "all_gather"), 0)
         assert unit.reduce_scatter_bytes == real["unit_bytes"].get((name, "reduce_scatter"), 0)
     assert {name for name, _ in real["units"]} == set(simulated.units)
-    assert {key: n for key, n in simulated.flops.items() if key[0] != "optimizer"} == real["flops"]
+    assert {name: unit.order for name, unit in simulated.units.items()} == {
+        name: tuple(order) for name, order in real["order"].items()
+    }
+    assert simulated.flops == real["flops"]
     assert simulated.resident_bytes == real["resident"]
     for phase in ("forward", "backward"):
         peak = simulated.phases[phase].peak_bytes
@@ -192,7 +198,7 @@ def test_flops_are_those_of_the_dimensions():
     attention = heads * 2 * head_dim * LENGTH // 2  # every token sees half of the sequence
     per_layer = projections + experts + HIDDEN * EXPERTS + attention
     forward = 2 * tokens * (LAYERS * per_layer + HIDDEN * VOCABULARY)
-    assert sum(flops for (phase, _), flops in simulated.flops.items() if phase == "forward") == forward
+    assert sum(flops for (phase, _, _), flops in simulated.flops.items() if phase == "forward") == forward
 
 
 def test_sixty_four_ranks_and_any_of_them():
@@ -255,6 +261,19 @@ def test_a_process_of_a_real_run_is_refused(ranks2):
     assert all("call it in a fresh process" in error for error in ranks2(simulate_on_a_rank))
 
 
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return run_simulate(arguments)
+    except SystemExit as stopped:
+        return int(str(stopped.code))
+
+
+def test_a_simulation_leaves_no_plans_of_its_rank_to_real_ranks():
+    """A real run on a mesh of the same shape would take them, and wait in collectives of other ranks."""
+    run(LAYOUTS_OF_4[2])
+    assert _get_fast_path_sharding_prop_cache_stats() == (0, 0)
+
+
 def config_file(name: str) -> str:
     return str(files("lightning_moe_strategy.configs") / f"{name}.yaml")
 
@@ -264,7 +283,8 @@ def test_the_command_writes_the_documented_keys(name, tmp_path, capsys):
     written = tmp_path / "figures.json"
     assert run_simulate(["--config", config_file(name), "--json", str(written)]) == 0
     figures = json.loads(written.read_text())
-    assert {"world", "peak_gb", "resident_gb", "phases", "buckets_gb", "bytes_gb", "units", "flops"} <= set(figures)
+    keys = {"world", "peak_gb", "resident_gb", "phases", "buckets_gb", "bytes_gb", "units", "flops", "seconds"}
+    assert keys <= set(figures)
     assert figures["world"] == 4 and set(figures["bytes_gb"]) >= {"cp", "ep", "e_fsdp", "fsdp_cp"}
     assert figures["peak_gb"] == pytest.approx(sum(figures["buckets_gb"].values()))
     assert "peak" in capsys.readouterr().out
@@ -281,6 +301,15 @@ def test_more_gpus_are_more_copies(capsys):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
+        ({}, ["--png", "/no/such/folder/x.png"], "--png(/no/such/folder/x.png) cannot be written"),
+        ({}, ["--trace", "/tmp"], "--trace(/tmp) cannot be written"),
+        ({}, ["--json", "/tmp/x", "--png", "/tmp/x"], "--png(/tmp/x) is written by another option too"),
+        ({}, ["--cluster", "gb200"], "cluster('gb200') is not known: gb200-nvl72"),
+        ({}, ["--achieved_tflops", "500"], "--achieved_tflops(500) needs a --cluster"),
+        ({}, ["--cluster", "h200-nvl8", "--achieved_tflops", "0"], "--achieved_tflops(0.0) must be above 0"),
+        ({}, ["--routing", "nowhere.json"], "--routing(nowhere.json) must be balanced, worst or a JSON file"),
+        ({}, ["--routing", __file__], "is no JSON"),
+        ({}, ["--no_such_option"], "unrecognized arguments"),
         ({}, ["--world", "6"], "--world(6) must be a multiple of the 4 GPUs"),
         ({}, ["--json", "/no/such/folder/x.json"], "--json(/no/such/folder/x.json) cannot be written"),
         ({"data": {"class_path": "x.Y"}}, [], "data.init_args has no sequence_length and batch_size"),
@@ -293,9 +322,57 @@ def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(change, arguments,
     config = yaml.safe_load(open(config_file("tiny_cpu")).read()) | change
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    assert run_simulate(["--config", str(path), *arguments]) == 2
+    assert exit_code(["--config", str(path), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def simulated_file(tmp_path: Path, changes: dict[str, Any], *arguments: str) -> tuple[dict[str, Any], str]:
+    """Figures and notes of tiny_cpu.yaml with other trainer arguments."""
+    config = yaml.safe_load(open(config_file("tiny_cpu")).read())
+    config["trainer"] |= changes
+    path, written = tmp_path / "config.yaml", tmp_path / "figures.json"
+    path.write_text(yaml.safe_dump(config))
+    assert run_simulate(["--config", str(path), "--json", str(written), *arguments]) == 0
+    figures = json.loads(written.read_text())
+    return figures, " ".join(figures["notes"])
+
+
+def test_the_cluster_is_assumed_by_the_size_of_its_domains(tmp_path):
+    def of_domain(nvl: Any) -> tuple[dict[str, Any], str]:
+        layout = {"d_rep": 1, "fsdp": 2, "cp": 2, "e_fsdp": 2, "ep": 2, "nvl": nvl}
+        strategy = {"class_path": "lightning_moe_strategy.FSDPCPEPStrategy", "init_args": layout}
+        return simulated_file(tmp_path, {"accelerator": "gpu", "strategy": strategy})
+
+    for nvl, name in ((72, "gb200-nvl72"), (8, "h200-nvl8")):
+        figures, notes = of_domain(nvl)
+        assert figures["cluster"] == name and f"taken to be those of {name}" in notes
+        assert figures["seconds"]["step"] > 0
+    figures, notes = of_domain("auto")
+    assert figures["seconds"] is None and "no known cluster has NVLink domains of 4" in notes
+
+
+def test_a_faster_gpu_computes_in_less_time(tmp_path):
+    slow, _ = simulated_file(tmp_path, {}, "--cluster", "h200-nvl8", "--achieved_tflops", "100")
+    fast, _ = simulated_file(tmp_path, {}, "--cluster", "h200-nvl8", "--achieved_tflops", "400")
+    assert slow["seconds"]["compute"] == pytest.approx(4 * fast["seconds"]["compute"])
+    assert slow["seconds"]["busy"]["nvlink"] == pytest.approx(fast["seconds"]["busy"]["nvlink"])
+
+
+def test_what_is_left_out_of_a_configuration_is_said(tmp_path):
+    callbacks = [{"class_path": "lightning.pytorch.callbacks." + name} for name in ("ModelCheckpoint", "Wild")]
+    _, notes = simulated_file(tmp_path, {"accumulate_grad_batches": 4, "callbacks": callbacks})
+    assert "4 micro-batches" in notes and "left out: callbacks Wild." in notes
+    assert "ModelCheckpoint" not in notes
+
+
+def test_clipping_is_simulated_as_the_strategy_clips(tmp_path):
+    clipped, _ = simulated_file(tmp_path, {"gradient_clip_val": 1.0})
+    free, _ = simulated_file(tmp_path, {"gradient_clip_val": None})
+    by_value, _ = simulated_file(tmp_path, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"})
+    squares = 8 / 1e9  # one number in FP64, summed over the world
+    assert clipped["bytes_gb"]["world"]["all_reduce"] - free["bytes_gb"]["world"]["all_reduce"] == squares
+    assert by_value["bytes_gb"] == free["bytes_gb"]
 
 
 def test_a_missing_file_is_named(capsys):
@@ -315,4 +392,5 @@ def test_glm_5_2_on_256_ranks(tmp_path):
         "reduce_scatter": pytest.approx(75 * 0.60398, rel=1e-4),
     }
     assert all(unit["all_gathers"] == 2 and unit["reduce_scatters"] == 1 for unit in figures["units"].values())
-    assert "dense attention" in figures["notes"][0]
+    seconds = figures["seconds"]
+    assert seconds["step"] == pytest.approx(seconds["compute"] + sum(seconds["exposed"].values()))

@@ -1,33 +1,136 @@
-"""``lightning-moe simulate``: memory, traffic and arithmetic of a configured run, from the code that would run.
+"""Memory, traffic, arithmetic and time of a configured run, from the code that would run.
 
-It takes the model, layout, precision, recompute and batch of a LightningCLI file to their real world size in this one
-process, without a GPU. Data is not read: a batch has the configured number and length of sequences.
+It takes the model, layout, precision, recompute, clipping and batch of a LightningCLI file to their real world size in
+this one process, without a GPU. Data is not read: a batch has the configured number and length of sequences.
 """
 
 import argparse
-import dataclasses
-import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import yaml
-from torch import Tensor, nn
+from lightning_moe_strategy.cli.configured_run import simulate_configured
+from lightning_moe_strategy.expert_parallel.assumed_routing import RecordedTokens, RoutingName
+from lightning_moe_strategy.plan.cluster import CLUSTERS
+from lightning_moe_strategy.simulation.report import Simulation
+from lightning_moe_strategy.simulation.trace import to_trace
 
-from lightning_moe_strategy.models.config import ModelConfig
-from lightning_moe_strategy.parallel_dims import ParallelDims
-from lightning_moe_strategy.simulate import simulate
+_EPILOG = """\
+--routing FILE is JSON with the tokens each expert got in a run:
+  {"tokens_per_expert": {"model.layers.0.mlp.experts": [812, 790, ...], ...}}
+by the name of each layer's experts module, or one list for all layers. Proportions count, not the total: every rank
+sends by them, and this one receives what the ranks of its ep group send to its experts. ExpertLoadMonitor.last_tokens
+holds such counts:
+  json.dump({"tokens_per_expert": {name: t.tolist() for name, t in monitor.last_tokens.items()}}, file)
 
-_STRATEGY = "fsdp_cp_ep"
+Exit status: 0 simulated, whether it fits or not; 2 bad input.
+"""
 
 
 def run_simulate(arguments: Sequence[str]) -> int:
     """Simulate and print. Exit code 2 and one line for a configuration that cannot be simulated."""
-    parser = argparse.ArgumentParser(prog="lightning-moe simulate", description=__doc__)
+    options = _parser().parse_args(arguments)
+    try:
+        outputs = _outputs(options)
+        simulation = simulate_configured(
+            options.config,
+            world=options.world,
+            rank=options.rank,
+            routing=_routing(options.routing),
+            cluster=options.cluster,
+            achieved_tflops=options.achieved_tflops,
+            needs_seconds=options.trace is not None,
+        )
+        _write(simulation, outputs)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"lightning-moe simulate: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(simulation.to_text())
+    return 0
+
+
+_Writer = Callable[[Simulation, Path], None]
+
+
+def _outputs(options: argparse.Namespace) -> dict[Path, _Writer]:
+    """What is to be written where, before anything is computed: a path that cannot be written is known at once."""
+    outputs: dict[Path, _Writer] = {}
+    for name, write in (("json", _write_json), ("png", _write_png), ("trace", _write_trace)):
+        given = getattr(options, name)
+        if given is None:
+            continue
+        path = Path(given)
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ValueError(f"--{name}({given}) cannot be written. Give a file in a folder that exists.")
+        if path in outputs:
+            raise ValueError(f"--{name}({given}) is written by another option too. Give each a file of its own.")
+        outputs[path] = write
+    return outputs
+
+
+def _write(simulation: Simulation, outputs: dict[Path, _Writer]) -> None:
+    """All files or none: each beside its place first."""
+    beside = {path: path.with_name(f"{path.name}.part") for path in outputs}
+    try:
+        for path, write in outputs.items():
+            write(simulation, beside[path])
+        for path in outputs:
+            beside[path].replace(path)
+    finally:
+        for part in beside.values():
+            part.unlink(missing_ok=True)
+
+
+def _write_json(simulation: Simulation, path: Path) -> None:
+    path.write_text(json.dumps(simulation.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def _write_trace(simulation: Simulation, path: Path) -> None:
+    path.write_text(json.dumps(to_trace(simulation), allow_nan=False) + "\n")
+
+
+def _write_png(simulation: Simulation, path: Path) -> None:
+    # matplotlib takes a second to import.
+    from lightning_moe_strategy.simulation.picture import draw_memory
+
+    draw_memory(simulation, path)
+
+
+def _routing(given: str) -> RoutingName | RecordedTokens:
+    names: dict[str, RoutingName] = {"balanced": "balanced", "worst": "worst"}
+    if given in names:
+        return names[given]
+    try:
+        recorded: Any = json.loads(Path(given).read_text())
+    except OSError:
+        raise ValueError(f"--routing({given}) must be balanced, worst or a JSON file that can be read.") from None
+    except ValueError as error:
+        raise ValueError(f"--routing({given}) is no JSON: {error}. See lightning-moe simulate --help.") from None
+    tokens: Any = recorded.get("tokens_per_expert") if isinstance(recorded, dict) else None
+    if not isinstance(tokens, dict | list):
+        raise ValueError(
+            f"--routing({given}) has no tokens_per_expert with the counts of every layer, or one list for all. See "
+            "lightning-moe simulate --help."
+        )
+    return tokens
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lightning-moe simulate",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True, help="a LightningCLI file, as 'lightning-moe fit' takes it")
     parser.add_argument(
         "--world", type=int, help="number of GPUs, a multiple of the config's: copies (d_rep, e_rep) are added"
@@ -35,130 +138,23 @@ def run_simulate(arguments: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, default=0, help="the rank whose step is simulated (default: 0)")
     parser.add_argument(
         "--routing",
-        choices=("balanced", "worst"),
         default="balanced",
-        help="worst: every rank sends this one all it can (default: balanced)",
+        metavar="balanced|worst|FILE",
+        help="worst: every rank sends this one all it can; FILE: tokens go as in a recorded run (default: balanced)",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
-    options = parser.parse_args(arguments)
-    try:
-        _check_writable(options.json)
-        config = _read(options.config)
-        simulation = _simulate(config, options)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"lightning-moe simulate: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        beside = Path(f"{options.json}.part")
-        beside.write_text(json.dumps(simulation.to_json(), indent=1) + "\n")
-        beside.replace(options.json)
-    print(simulation.to_text())
-    return 0
-
-
-def _simulate(config: Mapping[str, Any], options: argparse.Namespace) -> Any:
-    trainer, data = config["trainer"], config["data"].get("init_args", {})
-    devices, num_nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    if not isinstance(devices, int):
-        raise ValueError(f"trainer.devices({devices!r}) must be a number: the GPUs of one host.")
-    strategy = trainer.get("strategy", _STRATEGY)
-    arguments = {} if isinstance(strategy, str) else strategy.get("init_args", {})
-    names = {field.name for field in dataclasses.fields(ParallelDims)}
-    dims = ParallelDims(**{name: value for name, value in arguments.items() if name in names})
-    world_size = devices * num_nodes
-    if options.world is not None:
-        dims = _with_copies(dims, world_size, options.world)
-        world_size = options.world
-    notes: list[str] = []
-
-    def make_module() -> nn.Module:
-        module = _build(config["model"])
-        notes.extend(_notes(module))
-        return module
-
-    simulation = simulate(
-        make_module,
-        dims,
-        _batch(data),
-        world_size=world_size,
-        local_world_size=devices,
-        rank=options.rank,
-        precision=trainer.get("precision", "32-true"),
-        recompute=arguments.get("recompute", "none"),
-        routing=options.routing,
-        accelerator="cpu" if trainer.get("accelerator") == "cpu" else "gpu",
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|YAML",
+        help=f"for the seconds: {', '.join(CLUSTERS)}, or a YAML as 'lightning-moe plan' takes it (default: by the "
+        "size of the config's NVLink domains)",
     )
-    return dataclasses.replace(simulation, notes=tuple(notes))
-
-
-def _with_copies(dims: ParallelDims, configured: int, world_size: int) -> ParallelDims:
-    """The layout on more GPUs: more copies of it, where its degrees are fixed."""
-    if world_size < 1 or world_size % configured:
-        raise ValueError(
-            f"--world({world_size}) must be a multiple of the {configured} GPUs of the configuration, whose layout is "
-            "copied. Write other degrees into a configuration of its own."
-        )
-    copies = world_size // configured
-    return dataclasses.replace(
-        dims,
-        d_rep=dims.d_rep if dims.fsdp == "auto" else dims.d_rep * copies,
-        e_rep=dims.e_rep if "auto" in (dims.e_fsdp, dims.ep) else dims.e_rep * copies,
+    parser.add_argument(
+        "--achieved_tflops", type=float, metavar="N", help="TFLOP/s that a GPU reaches (default: published runs)"
     )
-
-
-def _read(path: str) -> Mapping[str, Any]:
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"--config({path}) cannot be read: {error.strerror}. Give the path of a YAML file.") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config({path}) is no YAML: {' '.join(str(error).split())}") from error
-    missing = [key for key in ("trainer", "model", "data") if not isinstance(config, dict) or key not in config]
-    if missing:
-        raise ValueError(f"--config({path}) has no {', '.join(missing)}. Take a file that 'lightning-moe fit' takes.")
-    strategy = config["trainer"].get("strategy", _STRATEGY)
-    name = strategy if isinstance(strategy, str) else str(strategy.get("class_path", ""))
-    if name.lower() != _STRATEGY and not name.endswith(".FSDPCPEPStrategy"):
-        raise ValueError(f"trainer.strategy({name!r}) cannot be simulated: only FSDPCPEPStrategy ({_STRATEGY!r}) can.")
-    return dict(config)
-
-
-def _build(node: Mapping[str, Any]) -> nn.Module:
-    module_name, _, class_name = str(node["class_path"]).rpartition(".")
-    try:
-        model_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model.class_path({node['class_path']!r}) cannot be imported: {error}.") from error
-    model: nn.Module = model_class(**node.get("init_args", {}))
-    return model
-
-
-def _batch(data: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Token ids and targets, under the keys of ``TextDataModule``."""
-    missing = [name for name in ("sequence_length", "batch_size") if not isinstance(data.get(name), int)]
-    if missing:
-        raise ValueError(
-            f"data.init_args has no {' and '.join(missing)}: a simulated batch is that many sequences of so many "
-            "tokens. Say both numbers, as for TextDataModule."
-        )
-    ids_BS = torch.zeros(data["batch_size"], data["sequence_length"], dtype=torch.int64)
-    return {"input_ids": ids_BS, "labels": ids_BS.clone(), "shift_labels": ids_BS.clone()}
-
-
-def _notes(module: nn.Module) -> list[str]:
-    config = getattr(module, "config", None)
-    if isinstance(config, ModelConfig) and config.index_heads:
-        return [
-            "the published model attends to the "
-            f"{config.index_top_k} keys its indexer picks (DSA); this one attends to every earlier token and holds no "
-            "indexer, so memory and FLOP of attention are those of dense attention."
-        ]
-    return []
-
-
-def _check_writable(path: str | None) -> None:
-    if path is None:
-        return
-    folder = Path(path).parent
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--json({path}) cannot be written. Give a file in a folder that exists.")
+    output = parser.add_argument_group("output, beside the page")
+    output.add_argument("--json", metavar="FILE", help="the figures")
+    output.add_argument("--png", metavar="FILE", help="memory over the step, a picture")
+    output.add_argument(
+        "--trace", metavar="FILE", help="compute, NVLink and RDMA over the step, to be opened in ui.perfetto.dev"
+    )
+    return parser

@@ -7,7 +7,7 @@ P ranks of the ep group, R rows this rank computes. Rank r owns the experts ``r 
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_moe_strategy._torch_compat import assert_later
 from lightning_moe_strategy.collectives import all_to_all_rows
+from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting as AssumedRouting
+from lightning_moe_strategy.expert_parallel.assumed_routing import assumed_counts
 from lightning_moe_strategy.kernels.routing import Routing, gather_rows, sort_by_expert, sum_rows
-
-AssumedRouting = Literal["balanced", "worst"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,8 @@ class AllToAllDispatcher:
         num_experts: of the whole layer; the group's size must divide it.
         group: the ranks of the ep axis.
         assumed_routing: take split sizes from the shapes instead of the ids, for a simulation on a fake
-            process group: ``"balanced"`` receives T*K rows, ``"worst"`` all that P ranks of T tokens can send.
+            process group: ``"balanced"`` receives T*K rows, ``"worst"`` all that P ranks of T tokens can send, a
+            ``RecordedRouting`` what P ranks send in its proportions.
     """
 
     def __init__(
@@ -196,8 +197,12 @@ class AllToAllDispatcher:
 
     def _assumed_splits(self, routing: Routing) -> Splits:
         assert self.assumed_routing is not None
-        num_sent, received = _assumed_counts(
-            self.assumed_routing, routing.row_of_slot_TK.shape, self.num_ranks, self.num_local_experts
+        num_sent, received = assumed_counts(
+            self.assumed_routing,
+            *routing.row_of_slot_TK.shape,
+            rank=self.group.rank(),
+            num_ranks=self.num_ranks,
+            num_local_experts=self.num_local_experts,
         )
         sent_E = _counts(routing)
         counts = [self.num_local_experts] * self.num_ranks
@@ -265,25 +270,6 @@ def _exchange_plan(received_PL: Tensor, num_sent: list[int], num_received: list[
         arrival_of_row_R=moved(shift_LP, count_by_row),
         row_of_arrival_R1=moved(-shift_LP.t(), count_by_arrival).unsqueeze(1),
     )
-
-
-def _assumed_counts(
-    routing: AssumedRouting, ids_shape: torch.Size, num_ranks: int, num_local_experts: int
-) -> tuple[list[int], list[list[int]]]:
-    """Rows sent to each rank, and received from each rank for each local expert."""
-    num_tokens, top_k = ids_shape
-    num_sent = _even_parts(num_tokens * top_k, num_ranks)
-    if routing == "balanced":
-        # Every rank sends as many rows to this one as this one sends to the rank that gets most.
-        num_received = [num_sent[0]] * num_ranks
-    else:
-        # The ids of a token differ, so at most L of its rows can come to the same rank.
-        num_received = [num_tokens * min(top_k, num_local_experts)] * num_ranks
-    return num_sent, [_even_parts(rows, num_local_experts) for rows in num_received]
-
-
-def _even_parts(total: int, num_parts: int) -> list[int]:
-    return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -7,25 +7,60 @@ Shapes: B batch, H heads, L queries, K keys, D channels of a query or key head, 
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.utils.flop_counter import flop_registry
+
+from lightning_moe_strategy._torch_compat import in_checkpointed_region
 
 aten = torch.ops.aten
 
+ComputeKind = Literal["linear", "attention", "sparse_attention", "indexer"]
+"""What runs at a rate of its own; see ``plan.time``."""
+
+_NAMESPACE = "lightning_moe"
+"""Of the package's own operations, whose formulas are in torch's registry."""
+
 
 class ArithmeticWatch:
-    """Counts FLOP by phase and operation."""
+    """Counts FLOP by phase, module and operation."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.flops: Counter[tuple[str, str]] = Counter()
-        """By (phase, operation)."""
+        self.flops: Counter[tuple[str, str, str]] = Counter()
+        """By (phase, module, operation). What a backward pass computes again has the phase ``recompute``."""
 
-    def observe(self, operation: Any, args: tuple[Any, ...], result: Any) -> None:
-        formula = _FORMULAS.get(operation)
-        if formula is not None:
-            self.flops[self.phase, operation._opname] += formula(args)
+    def observe(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, module: str
+    ) -> tuple[str, int]:
+        """The phase and FLOP of one operation, which belong to ``module``."""
+        flops = _flops(operation, args, kwargs, result)
+        if not flops:
+            return self.phase, 0
+        phase = "recompute" if self.phase == "backward" and in_checkpointed_region() else self.phase
+        self.flops[phase, module, operation._opname] += flops
+        return phase, flops
+
+
+def compute_kind(operation: Any) -> ComputeKind:
+    """At whose rate an operation runs."""
+    name = operation._opname
+    if operation.namespace == _NAMESPACE and name.startswith("select_keys"):
+        return "indexer"
+    if operation.namespace == _NAMESPACE and name.startswith("sparse_attention"):
+        return "sparse_attention"
+    return "attention" if "attention" in name else "linear"
+
+
+def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    formula = _FORMULAS.get(operation)
+    if formula is not None:
+        return formula(args)
+    if operation.namespace != _NAMESPACE:
+        return 0
+    registered: Any = flop_registry.get(operation._overloadpacket)
+    return 0 if registered is None else int(registered(*args, **kwargs, out_val=result))
 
 
 def _product(left: int, right: int) -> Callable[[tuple[Any, ...]], int]:

@@ -6,10 +6,12 @@ when it is known what a piece was for (an activation is what the forward pass le
 """
 
 import weakref
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -62,6 +64,32 @@ class Peak:
     unit: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """Memory at one moment of a step."""
+
+    moment: int
+    phase: str
+    buckets: Mapping[str, int]
+    """Bytes by purpose."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.buckets.values())
+
+
+def thinned(points: Sequence[MemoryPoint], max_points: int) -> list[MemoryPoint]:
+    """The highest point of every few, phase by phase: fewer points with the same peak."""
+    every = -(-len(points) // max(1, max_points - len({point.phase for point in points})))
+    stretches = [
+        phase_points[start : start + every]
+        for _, group in groupby(points, key=lambda point: point.phase)
+        for phase_points in [list(group)]
+        for start in range(0, len(phase_points), every)
+    ]
+    return [max(stretch, key=lambda point: point.num_bytes) for stretch in stretches]
+
+
 class MemoryWatch:
     """Follows storages while it is open; ``observe`` is given the result of every operation."""
 
@@ -71,13 +99,15 @@ class MemoryWatch:
         self.activation_bytes = 0
         """Kept by the forward pass for the backward pass."""
         self.peaks: dict[str, Peak] = {}
+        self.moment = 0
+        """Number of allocations and frees so far."""
         self.row_counts: set[int] = set()
         """Lengths of tensors of expert rows, as they turn out during the step."""
         self.unit = ""
         self._experts_units = frozenset(experts_units)
         self._phase = ""
         self._bucket: Bucket | None = None
-        self._moment = 0
+        self._phase_starts: list[tuple[int, str]] = []
         self._pieces: list[Piece] = []
         self._live: dict[int, Piece] = {}
         self._ends: dict[int, weakref.ref[Any]] = {}
@@ -91,6 +121,7 @@ class MemoryWatch:
     def phase(self, name: Phase) -> Iterator[None]:
         """Find the peak of what runs inside."""
         self._phase = name
+        self._phase_starts.append((self.moment, name))
         self._note_peak("start", "")
         try:
             yield
@@ -135,7 +166,58 @@ class MemoryWatch:
     def largest(self, moment: int, count: int) -> list[Piece]:
         """The largest allocations at a moment."""
         largest = sorted(self._alive(moment), key=lambda piece: -piece.num_bytes)[:count]
-        return [replace(piece, bucket=self._purpose(piece)) for piece in largest]
+        return [self._as_used(piece) for piece in largest]
+
+    def cause(self, peak: Peak) -> Piece | None:
+        """The tensor that makes a peak: the largest that the running unit made. None where a phase begins with it."""
+        made = [piece for piece in self._alive(peak.moment) if piece.unit == peak.unit and piece.shape]
+        if peak.operation == "start" or not made:
+            return None
+        return self._as_used(max(made, key=lambda piece: (piece.num_bytes, piece.born)))
+
+    def _as_used(self, piece: Piece) -> Piece:
+        """A piece with the purpose it turned out to have."""
+        return replace(piece, bucket=self._purpose(piece))
+
+    def timeline(self, max_points: int) -> list[MemoryPoint]:
+        """The highest moment of each of ``max_points`` stretches of the step, or fewer, and so the peak.
+
+        No stretch reaches over the border of two phases.
+        """
+        if not self._phase_starts:
+            return []
+        first, num_moments = self._phase_starts[0][0], self.moment - self._phase_starts[0][0] + 1
+        names = [name for _, name in self._phase_starts]
+        starts = [start for start, _ in self._phase_starts]
+        num_bins = max(1, max_points - len(names))
+        points: list[MemoryPoint] = []
+        last_bin, highest = None, 0
+        for moment, num_bytes, sizes in self._sizes_from(first):
+            phase = bisect_right(starts, moment) - 1
+            this_bin = (phase, (moment - first) * num_bins // num_moments)
+            if this_bin != last_bin or num_bytes > highest:
+                buckets: dict[str, int] = {bucket: size for bucket, size in sizes.items() if size}
+                point = MemoryPoint(moment=moment, phase=names[phase], buckets=buckets)
+                points[len(points) if this_bin != last_bin else -1 :] = [point]
+                last_bin, highest = this_bin, num_bytes
+        return points
+
+    def _sizes_from(self, first: int) -> Iterator[tuple[int, int, Counter[Bucket]]]:
+        """Every moment from ``first`` on: bytes in all, and by purpose (one counter, which changes)."""
+        changes: list[tuple[Bucket, int] | None] = [None] * (self.moment + 1)
+        for piece in self._pieces:
+            bucket = self._purpose(piece)
+            changes[piece.born] = (bucket, piece.num_bytes)
+            if piece.died is not None:
+                changes[piece.died] = (bucket, -piece.num_bytes)
+        sizes: Counter[Bucket] = Counter()
+        num_bytes = 0
+        for moment, change in enumerate(changes):
+            if change is not None:
+                sizes[change[0]] += change[1]
+                num_bytes += change[1]
+            if moment >= first:
+                yield moment, num_bytes, sizes
 
     def _purpose(self, piece: Piece) -> Bucket:
         # By length and place: T*K rows may be as many as the tokens of a whole sequence (top_k == cp).
@@ -158,7 +240,7 @@ class MemoryWatch:
         return self._start(storage, bucket or self._bucket or "temporary", operation, tensor)
 
     def _start(self, storage: Any, bucket: Bucket, operation: str, tensor: Tensor | None) -> Piece:
-        self._moment += 1
+        self.moment += 1
         piece = Piece(
             num_bytes=storage.nbytes(),
             bucket=bucket,
@@ -166,7 +248,7 @@ class MemoryWatch:
             shape=() if tensor is None else tuple(tensor.shape),
             dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
             unit=self.unit,
-            born=self._moment,
+            born=self.moment,
         )
         key = storage._cdata
         self._pieces.append(piece)
@@ -180,8 +262,8 @@ class MemoryWatch:
         piece = self._live.pop(key, None)
         self._ends.pop(key, None)
         if piece is not None:
-            self._moment += 1
-            piece.died = self._moment
+            self.moment += 1
+            piece.died = self.moment
             self.num_bytes -= piece.num_bytes
 
     def _resized(self, storage: Any) -> None:
@@ -196,6 +278,4 @@ class MemoryWatch:
     def _note_peak(self, operation: str, unit: str) -> None:
         best = self.peaks.get(self._phase)
         if self._phase and (best is None or self.num_bytes > best.num_bytes):
-            self.peaks[self._phase] = Peak(
-                num_bytes=self.num_bytes, moment=self._moment, operation=operation, unit=unit
-            )
+            self.peaks[self._phase] = Peak(num_bytes=self.num_bytes, moment=self.moment, operation=operation, unit=unit)

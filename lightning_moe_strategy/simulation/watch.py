@@ -1,4 +1,4 @@
-"""One watch over a step, simulated or real: memory by purpose, bytes by axis and unit, arithmetic."""
+"""One watch over a step, simulated or real: memory by purpose, bytes by axis and unit, arithmetic, order of issue."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_moe_strategy._torch_compat import (
     OperationMode,
+    max_held_reductions,
+    pending_gather,
     sharded_gradients,
     unit_name,
     watched_units,
@@ -16,9 +18,11 @@ from lightning_moe_strategy._torch_compat import (
 )
 from lightning_moe_strategy.expert_parallel.experts import routing_observers
 from lightning_moe_strategy.placement import Placement
-from lightning_moe_strategy.simulation.arithmetic import ArithmeticWatch
+from lightning_moe_strategy.simulation.arithmetic import ArithmeticWatch, compute_kind
 from lightning_moe_strategy.simulation.communication import CommunicationWatch, axes_of_groups
+from lightning_moe_strategy.simulation.issue import Communicate, Compute, GatherWait, Issue, PhaseEnd, ReductionWait
 from lightning_moe_strategy.simulation.memory import MemoryWatch, Phase
+from lightning_moe_strategy.simulation.places import Places
 
 
 class StepWatch(OperationMode):
@@ -29,14 +33,27 @@ class StepWatch(OperationMode):
         self.memory = MemoryWatch({unit.name for unit in placement.units if unit.kind == "experts"})
         self.communication = CommunicationWatch(axes_of_groups(placement))
         self.arithmetic = ArithmeticWatch()
+        self.places = Places(placement.units)
+        self.issues: list[Issue] = []
+        """What the step handed to the GPU, in order."""
         self._experts = tuple(placement.experts.values())
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operation(*args, **kwargs)
-        for watch in (self.memory, self.communication, self.arithmetic):
-            watch.observe(operation, args, result)
+        self.memory.observe(operation, args, result)
         if operation is torch.ops.c10d.alltoall_base_.default:
             self.memory.row_counts |= {rows.shape[0] for rows in args[:2] if rows.dim() == 2}
+        collective = self.communication.observe(operation, args)
+        if collective is not None:
+            self.issues.append(
+                Communicate(phase=self.arithmetic.phase, moment=self.memory.moment, collective=collective)
+            )
+            return result
+        module = self.places.current
+        phase, flops = self.arithmetic.observe(operation, args, kwargs, result, module)
+        if flops:
+            kind = compute_kind(operation)
+            self.issues.append(Compute(phase=phase, moment=self.memory.moment, module=module, kind=kind, flops=flops))
         return result
 
     @contextmanager
@@ -52,7 +69,7 @@ class StepWatch(OperationMode):
         for experts in self._experts:
             routing_observers(experts).append(self._note_rows)
         try:
-            with watched_units(self._around), self.memory.opened(), self:
+            with watched_units(self._around), self.memory.opened(), self.places.opened(), self:
                 self.memory.adopt(parameters, "parameters")
                 self.memory.adopt((parameter.grad for parameter in parameters), "gradients")
                 self.memory.adopt(optimizer_state, "optimizer")
@@ -70,24 +87,34 @@ class StepWatch(OperationMode):
     def phase(self, name: Phase) -> Generator[None, None, None]:
         """What runs inside is this phase of the step."""
         self.arithmetic.phase = name
+        self.places.reset()
         with self.memory.phase(name):
             yield
+        self.places.reset()
+        self.issues.append(PhaseEnd(phase=name, moment=self.memory.moment))
         if name == "forward":
             self.memory.keep_as_activations()
 
     @contextmanager
     def _around(self, step: str, group: Any) -> Generator[None, None, None]:
         outer, self.communication.unit = self.communication.unit, unit_name(group)
+        phase, unit = self.arithmetic.phase, unit_name(group)
         try:
             if step == "post_backward":
+                max_held = max_held_reductions(group)
+                self.issues.append(ReductionWait(phase=phase, moment=self.memory.moment, max_held=max_held))
                 self.memory.adopt(whole_gradients(group), "reduce_buffers")
                 with self.memory.made_for("reduce_buffers"):
                     yield
                 self.memory.adopt(sharded_gradients(group), "gradients")
-            else:
-                if step == "wait_for_unshard":
-                    self.memory.unit = unit_name(group)
-                with self.memory.made_for("gathered_weights"):
-                    yield
+                return
+            if step == "wait_for_unshard":
+                self.memory.unit = unit
+                pending = pending_gather(group)
+                if pending != "none":
+                    is_kept = pending == "kept"
+                    self.issues.append(GatherWait(phase=phase, moment=self.memory.moment, unit=unit, is_kept=is_kept))
+            with self.memory.made_for("gathered_weights"):
+                yield
         finally:
             self.communication.unit = outer
