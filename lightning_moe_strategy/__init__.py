@@ -10,6 +10,7 @@ from lightning_moe_strategy import _autoload
 
 if TYPE_CHECKING:
     from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
+    from lightning_moe_strategy.callbacks.plan_check import PlanCheck
     from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
     from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
     from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
@@ -29,6 +30,7 @@ __all__ = [
     "MoELanguageModel",
     "ModelConfig",
     "ParallelDims",
+    "PlanCheck",
     "TextDataModule",
     "ThroughputMonitor",
     "ZigZagContextParallel",
@@ -43,6 +45,7 @@ _HOME = {
     "MoELanguageModel": "models.lightning_module",
     "ModelConfig": "models.config",
     "ParallelDims": "parallel_dims",
+    "PlanCheck": "callbacks.plan_check",
     "TextDataModule": "models.data",
     "ThroughputMonitor": "callbacks.throughput",
     "ZigZagContextParallel": "callbacks.zigzag",

@@ -100,7 +100,9 @@ def group_units(order: Sequence[str], kinds: Mapping[str, str]) -> list[Group]:
 
 def forward_prefetch(groups: Sequence[Group]) -> PrefetchLists:
     """A block starts the rest of its own group and the next block; its experts start the whole next group."""
-    lists: PrefetchLists = {"": groups[0]} if groups else {}
+    if not groups:  # a step in which no unit ran
+        return {}
+    lists: PrefetchLists = {"": groups[0]}
     for group, following in zip(groups, [*groups[1:], []], strict=True):
         first, *rest = group
         if not rest:
@@ -113,7 +115,9 @@ def forward_prefetch(groups: Sequence[Group]) -> PrefetchLists:
 
 def backward_prefetch(groups: Sequence[Group]) -> PrefetchLists:
     """A block starts the rest of its own group and the whole group before it."""
-    lists: PrefetchLists = {"": groups[-1]} if groups else {}
+    if not groups:
+        return {}
+    lists: PrefetchLists = {"": groups[-1]}
     for group, preceding in zip(groups, [[], *groups[:-1]], strict=True):
         first, *rest = group
         lists[first] = [*rest[::-1], *preceding[:1], *preceding[:0:-1]]

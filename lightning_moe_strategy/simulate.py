@@ -96,7 +96,7 @@ def simulate(
                 _torch_compat.set_asynchronous_unshard(step.prefetch.units[""], True)
             step.run(None)
             gc.collect()
-            watch = StepWatch(placement)
+            watch = StepWatch(placement, reductions_are_copied=accelerator == "cpu")
             with step.watched(watch):
                 resident_bytes = watch.memory.num_bytes
                 step.run(watch)

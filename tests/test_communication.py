@@ -210,3 +210,7 @@ def test_prefetch_lists_walk_the_groups_in_order():
     }
     assert backward_prefetch(groups)["b1"] == ["b1.x", "b1.r", "b0", "b0.x"]
     assert backward_prefetch(groups)["h"] == ["b1", "b1.x", "b1.r"]
+
+
+def test_a_step_in_which_no_unit_runs_prefetches_nothing():
+    assert forward_prefetch(group_units([""], {})) == backward_prefetch([]) == {}

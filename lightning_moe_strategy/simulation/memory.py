@@ -156,6 +156,25 @@ class MemoryWatch:
         for tensor in tensors_in(result):
             self._add(tensor, str(operation), None)
 
+    def pass_through(self, tensor: Tensor, operation: str) -> None:
+        """Count a copy of ``tensor`` that a library makes and drops inside of an operation."""
+        self.moment += 1
+        piece = Piece(
+            num_bytes=tensor.numel() * tensor.element_size(),
+            bucket=self._bucket or "temporary",
+            operation=operation,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            unit=self.unit,
+            born=self.moment,
+        )
+        self._pieces.append(piece)
+        self.num_bytes += piece.num_bytes
+        self._note_peak(operation, self.unit)
+        self.moment += 1
+        piece.died = self.moment
+        self.num_bytes -= piece.num_bytes
+
     def buckets(self, moment: int) -> dict[str, int]:
         """Bytes by purpose at a moment, largest first."""
         sizes: Counter[str] = Counter()

@@ -28,8 +28,10 @@ from lightning_moe_strategy.simulation.places import Places
 class StepWatch(OperationMode):
     """Sees every operation of a step below autograd, and what FSDP does for each unit."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, *, reductions_are_copied: bool = False) -> None:
+        """``reductions_are_copied``: the real run is on gloo, which reduces and scatters a copy of the input."""
         super().__init__()
+        self._reductions_are_copied = reductions_are_copied
         self.memory = MemoryWatch({unit.name for unit in placement.units if unit.kind == "experts"})
         self.communication = CommunicationWatch(axes_of_groups(placement))
         self.arithmetic = ArithmeticWatch()
@@ -41,6 +43,8 @@ class StepWatch(OperationMode):
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operation(*args, **kwargs)
         self.memory.observe(operation, args, result)
+        if self._reductions_are_copied and operation is torch.ops.c10d._reduce_scatter_base_.default:
+            self.memory.pass_through(args[1], str(operation))
         if operation is torch.ops.c10d.alltoall_base_.default:
             self.memory.row_counts |= {rows.shape[0] for rows in args[:2] if rows.dim() == 2}
         collective = self.communication.observe(operation, args)
