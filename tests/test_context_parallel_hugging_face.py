@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_moe_strategy.context_parallel import gather, sparse
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
@@ -69,8 +70,8 @@ def gathered_channels(kind, checkpointed):
 
 
 def test_latent_attention_gathers_one_latent_and_rope_key_per_token(ranks2):
-    per_layer = [LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]]
-    assert ranks2(gathered_channels, "deepseek_v3", False) == [(per_layer * 2, [])] * 2
+    per_layer = [LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]]
+    assert ranks2(gathered_channels, "deepseek_v3", False) == [(per_layer * 2, per_layer * 2)] * 2
     assert ranks2(gathered_channels, "deepseek_v3", True) == [(per_layer * 2, per_layer * 2)] * 2
 
 
@@ -207,12 +208,21 @@ def test_marks_of_documents_that_the_batch_does_not_have_are_refused():
         model(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 4]))
 
 
-def test_a_latent_layer_called_without_its_model_says_so():
-    model, cp = adapted("deepseek_v3")
-    split_for(cp)
-    layer, x = model.model.layers[0], torch.randn(1, 4, 32)
-    with pytest.raises(RuntimeError, match=r"model\.layers\.0 expanded this rank's latents only"):
-        layer(x, position_embeddings=model.model.rotary_emb(x, cp.current.position_ids_BL))
+def layer_without_its_model():
+    model, cp = adapted("deepseek_v3", group=dist.group.WORLD)
+    plain, _ = hugging_face_model("deepseek_v3")
+    plain.set_attn_implementation("sdpa")  # without a mask causal, other than "eager"
+    own, x = split_for(cp), torch.randn(1, 8, 32)
+    positions = plain.model.rotary_emb(x, torch.arange(8)[None])
+    expected = plain.model.layers[0](x, position_embeddings=positions)
+    angles = model.model.rotary_emb(x, own)
+    out = model.model.layers[0](x[:, own[0]], position_embeddings=angles)
+    return float((out - expected[:, own[0]]).abs().max())
+
+
+def test_a_latent_layer_needs_no_cache_from_its_model(ranks2):
+    """So a layer may be called, or recomputed, by anybody."""
+    assert max(ranks2(layer_without_its_model)) < 1e-5
 
 
 def test_a_model_outside_of_a_step_says_what_is_missing():
@@ -265,3 +275,28 @@ def test_an_indexer_that_scores_in_another_way_is_refused():
     indexer.__dict__["_context_parallel_forward"].forward = lambda hidden_states, *args, **kwargs: hidden_states
     with pytest.raises(RuntimeError, match=r"model\.layers\.0\.indexer multiplied 0 times"):
         model(input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"s_aux": torch.zeros(4)}, "s_aux"), ({"sliding_window": 4}, "sliding_window"), ({}, "no chosen")],
+)
+def test_sparse_attention_with_sinks_a_window_or_no_choice_is_refused(options, asked):
+    from tests.families import make_model
+
+    model = make_model("deepseek_v32")
+    cp = ContextParallel(Group())
+    adapt_attention(model, {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}, cp)
+    split_for(cp)
+    module = model.model.layers[0].self_attn
+    indices = {} if asked == "no chosen" else {"indices": torch.zeros(1, 4, 2, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=rf"model\.layers\.0 is sparse attention \(DSA\) with {asked}"):
+        ALL_ATTENTION_FUNCTIONS["fsdp_cp_ep"](
+            module,
+            torch.zeros(1, 4, 4, 24),
+            torch.zeros(1, 1, 4, 20),
+            torch.zeros(1, 1, 4, 12),
+            None,
+            **indices,
+            **options,
+        )

@@ -5,8 +5,7 @@ A TorchFunctionMode is entered inside the block's own ``forward``: so it is ther
 too, in whatever thread that runs, and it catches the functions under any name they were imported by. The model's
 source and classes stay as they are.
 
-Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, C latent, N rope channels of a key; for sparse
-attention those of its kernels.
+Shapes: B batch, L tokens of this rank; for sparse attention those of its kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_moe_strategy._torch_compat import in_checkpointed_region, saved_tensors_hook
-from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.guard import OTHER_ATTENTION
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+from lightning_moe_strategy.context_parallel.softmax import causal_attention
 from lightning_moe_strategy.context_parallel.sparse import attend_to_selected, select_keys_of_sequence
+from lightning_moe_strategy.context_parallel.unexpanded import KeysOfSequence, adapt_latent_attention
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 from lightning_moe_strategy.kernels.key_selection import select_keys
 from lightning_moe_strategy.kernels.sparse_attention import sparse_attention
@@ -37,13 +36,10 @@ def adapt_block(block: nn.Module, name: str, cp: ContextParallel) -> None:
     wrapper = block.__dict__.get(_WRAPPER)
     if wrapper is None:
         wrapper = block.__dict__[_WRAPPER] = block.__dict__["forward"] = _BlockForward(block.forward)
-    wrapper.name, wrapper.cp, wrapper.expands_latents = name, cp, False
+    wrapper.name, wrapper.cp = name, cp
     for module in block.modules():
         if isinstance(module, MultiHeadLatentAttention):
-            wrapper.expands_latents = True
-            if "expand" not in module.__dict__:
-                module.__dict__["expand"] = _GatheringExpand(module.expand)
-            module.__dict__["expand"].cp = cp
+            adapt_latent_attention(module, "expand", "kv_up_proj", cp)
 
 
 class _BlockForward:
@@ -51,7 +47,6 @@ class _BlockForward:
 
     name: str
     cp: ContextParallel
-    expands_latents: bool
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -59,7 +54,7 @@ class _BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.cp.is_token_wise(self.name):
-            with _AttentionMode(self.name, self.cp, self.expands_latents):
+            with _AttentionMode(self.name, self.cp):
                 return self.forward(*args, **kwargs)
         if self.cp.guard is None:
             return self.forward(*args, **kwargs)
@@ -67,29 +62,12 @@ class _BlockForward:
             return self.forward(*args, **kwargs)
 
 
-class _GatheringExpand:
-    """Latent attention's ``expand``, of the latents of the whole sequence.
-
-    They are the smallest thing that determines keys and values: C + N channels per token, of one head.
-    """
-
-    cp: ContextParallel
-
-    def __init__(self, expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self.expand = expand
-
-    def __call__(self, latent_BLC: Tensor, rope_key_B1LN: Tensor) -> tuple[Tensor, Tensor]:
-        layout, group = self.cp.layout, self.cp.group
-        latent_BSC = gather_sequence(latent_BLC, 1, layout, group)
-        return self.expand(latent_BSC, gather_sequence(rope_key_B1LN, 2, layout, group))
-
-
 class _AttentionMode(TorchFunctionMode):
     """Rewrites causal self-attention and refuses what cannot be split along the sequence, naming the block."""
 
-    def __init__(self, block: str, cp: ContextParallel, expands_latents: bool) -> None:
+    def __init__(self, block: str, cp: ContextParallel) -> None:
         super().__init__()
-        self.block, self.cp, self.expands_latents = block, cp, expands_latents
+        self.block, self.cp = block, cp
         if cp.guard is not None:
             self.hook_at_entry, self.grad_at_entry = saved_tensors_hook(), torch.is_grad_enabled()
 
@@ -115,8 +93,8 @@ class _AttentionMode(TorchFunctionMode):
     def _attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: "Tensor | KeysOfSequence",
+        value: "Tensor | KeysOfSequence",
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
@@ -129,17 +107,17 @@ class _AttentionMode(TorchFunctionMode):
             raise self._refusal(f"dropout_p({dropout_p}) > 0", "Set the attention dropout to 0.")
         if not is_causal:
             raise self._refusal("is_causal=False", "Pass is_causal=True: queries may see earlier tokens only.")
-        if query.dim() == 3:
+        if query.dim() == 3 and isinstance(key, Tensor) and isinstance(value, Tensor):
             query, key, value = (x[:, None] for x in (query, key, value))
             return self._attend(query, key, value, is_causal=True, scale=scale)[:, 0]
         self._check_that_a_recompute_would_come_here(has_gradient=True)
         self.cp.note_attention(self.block)
         layout, group, documents = self.cp.layout, self.cp.group, self._documents()
         try:
-            if self.expands_latents and key.shape[2] != query.shape[2]:
-                return causal_attention_on_gathered(
-                    query, key, value, layout=layout, rank=self.cp.rank, scale=scale, documents=documents
-                )
+            if isinstance(key, KeysOfSequence):
+                assert value is key, "one stands for both"
+                return key.attend(query, scale=scale, documents=documents)
+            assert isinstance(value, Tensor)
             return causal_attention(query, key, value, layout=layout, group=group, scale=scale, documents=documents)
         except ValueError as error:
             raise ValueError(f"Attention in {self.block}: {error}") from error

@@ -1,12 +1,10 @@
 """Context parallel for Hugging Face models, through what transformers offers for it.
 
-Three hooks of transformers carry it: an attention function in its registry, a ``cache`` argument whose
-``update`` gathers instead of remembering, and a forward pre-hook that hands over positions and labels. Masks
-stay away because the attention function's name is absent from the mask registry. Sparse and linear attention, for which
-there is no hook, have files of their own.
+Two hooks of transformers carry it: an attention function in its registry, and a forward pre-hook that hands over
+positions, labels and a ``cache`` that remembers nothing. Masks stay away because the attention function's name is
+absent from the mask registry. Latent, sparse and linear attention, for which there is no hook, have files of their own.
 
-Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, H query heads, G key heads, D and E
-channels.
+Shapes: B batch, L tokens of this rank, H query heads, G key heads, D and E channels.
 """
 
 import inspect
@@ -18,7 +16,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.hugging_face_limits import (
     refuse_call,
     refuse_inputs,
@@ -35,7 +32,8 @@ from lightning_moe_strategy.context_parallel.hugging_face_sparse import (
     is_sparse_attention,
 )
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+from lightning_moe_strategy.context_parallel.softmax import causal_attention
+from lightning_moe_strategy.context_parallel.unexpanded import KeysOfSequence, adapt_latent_attention
 
 ATTENTION = "fsdp_cp_ep"
 """Name of the attention function in transformers' registry."""
@@ -57,12 +55,11 @@ def adapt_pretrained_model(
     # The class, not an instance, carries the registry: every family sees the name.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
-    latent_layers: set[int] = set()
     for path, module in model.named_modules():
         where = block_of.get(module, f"{name}.{path}" if path else name)
         if isinstance(module, PreTrainedModel):
             _refuse_if_without_registry(module, where)
-            _hook_inputs(module, _GatheringCache(cp, latent_layers), cp)
+            _hook_inputs(module, cp)
         elif isinstance(module, GradientCheckpointingLayer):
             # Our cache remembers nothing, so a recompute may call it a second time.
             module._can_checkpoint_with_cache = True
@@ -70,7 +67,7 @@ def adapt_pretrained_model(
         if is_sparse_attention(module):
             adapt_sparse_attention(module, where, cp)
         elif _is_latent_attention(module):
-            latent_layers.add(int(module.layer_idx))
+            adapt_latent_attention(module, "expand_kv", "kv_b_proj", cp)
         elif is_linear_attention(module):
             adapt_linear_attention(module, where, cp)
 
@@ -82,29 +79,13 @@ class _Site:
         self.block, self.cp = block, cp
 
 
-class _GatheringCache:
-    """Stands where a model expects its key-value cache; holds nothing.
-
-    Latent attention passes its latent and rope key before it expands them: the smallest thing that
-    determines keys and values, and what is gathered. Other layers' keys and values pass unchanged; the
-    attention function gathers.
-    """
+class _NoCache:
+    """Stands where a model expects its key-value cache; holds nothing, and what is handed to it passes unchanged."""
 
     is_compileable = False
 
-    def __init__(self, cp: ContextParallel, latent_layers: set[int]) -> None:
-        self.cp, self.latent_layers = cp, latent_layers
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if layer_idx not in self.latent_layers:
-            return key_states, value_states
-        layout, group = self.cp.layout, self.cp.group
-        return (
-            gather_sequence(key_states, 2, layout, group),
-            gather_sequence(value_states, 2, layout, group),
-        )
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
     def update_indexer(self, key_states: Tensor, layer_idx: int) -> Tensor:
         return key_states
@@ -116,14 +97,14 @@ class _GatheringCache:
 class _Inputs:
     """The forward pre-hook: what a rank's part of the sequence adds to, or takes from, a model's arguments."""
 
-    def __init__(self, names: tuple[str, ...], cache: _GatheringCache, cp: ContextParallel) -> None:
-        self.names, self.cache, self.cp = names, cache, cp
+    def __init__(self, names: tuple[str, ...], cp: ContextParallel) -> None:
+        self.names, self.cache, self.cp = names, _NoCache(), cp
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if isinstance(inputs.get("cache"), _GatheringCache):
+        if isinstance(inputs.get("cache"), _NoCache):
             return (), inputs  # an inner model: its outer one was here
         sequence = self.cp.current
         refuse_inputs(module, inputs, sequence)
@@ -153,27 +134,27 @@ class _Inputs:
         return given
 
 
-def _hook_inputs(module: PreTrainedModel, cache: _GatheringCache, cp: ContextParallel) -> None:
+def _hook_inputs(module: PreTrainedModel, cp: ContextParallel) -> None:
     inputs = module.__dict__.get(_INPUTS)
     if inputs is None:
         names = tuple(inspect.signature(module.forward).parameters)
-        inputs = module.__dict__[_INPUTS] = _Inputs(names, cache, cp)
+        inputs = module.__dict__[_INPUTS] = _Inputs(names, cp)
         module.register_forward_pre_hook(inputs, with_kwargs=True)
-    inputs.cache, inputs.cp = cache, cp
+    inputs.cp = cp
 
 
 def _attention(
     module: nn.Module,
     query_BHLD: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | KeysOfSequence,
+    value: Tensor | KeysOfSequence,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Signature and result, [B, L, H, E], of transformers' attention functions. ``key`` has G heads, L or S tokens."""
+    """Signature and result, [B, L, H, E], of transformers' functions. ``key`` is this rank's, [B, G, L, D]."""
     site: _Site | None = module.__dict__.get(_SITE)
     if site is None:
         raise RuntimeError(
@@ -187,6 +168,7 @@ def _attention(
     refuse_call(site.block, module, sequence, mask=attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs)
     cp.note_attention(site.block)
     if is_sparse:
+        assert isinstance(key, Tensor), "latents that adapt_sparse_attention keeps"
         scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_sparsely(module, query_BHLD, key, kwargs["indices"], scale, cp).contiguous(), None
     sight: dict[str, Any] = dict(
@@ -195,14 +177,10 @@ def _attention(
         sinks_H=kwargs.get("s_aux"),
         scale=scaling,
     )
-    if _is_latent_attention(module):
-        if key.shape[2] == query_BHLD.shape[2]:
-            raise RuntimeError(
-                f"{site.block} expanded this rank's latents only: the argument cache= of its model was lost on the "
-                "way. Call the model itself, not its layers."
-            )
-        out = causal_attention_on_gathered(query_BHLD, key, value, layout=cp.layout, rank=cp.rank, **sight)
+    if isinstance(key, KeysOfSequence):
+        out = key.attend(query_BHLD, **sight)
     else:
+        assert isinstance(value, Tensor), "one object stands for both"
         out = causal_attention(query_BHLD, key, value, layout=cp.layout, group=cp.group, **sight)
     return out.transpose(1, 2).contiguous(), None
 

@@ -87,6 +87,11 @@ def refuse_call(
     for option, meaning in _UNSUPPORTED_OPTIONS.items():
         if options.get(option) is not None and not (option == "indices" and is_sparse_attention(module)):
             raise ValueError(f"{where} uses {meaning} ({option}), which cp > 1 does not support. {remedy}")
+    if is_sparse_attention(module):
+        others = [name for name in ("s_aux", "sliding_window") if options.get(name) is not None]
+        if others or options.get("indices") is None:
+            asked = ", ".join(others) or "no chosen keys"
+            raise ValueError(f"{where} is sparse attention (DSA) with {asked}, which cp > 1 does not support. {remedy}")
     if options.get("cu_seq_lens_q") is not None and sequence.documents == ONE_DOCUMENT:
         raise ValueError(
             f"{where} is given cu_seq_lens_q that the batch does not have: put the marks of packed documents into the "

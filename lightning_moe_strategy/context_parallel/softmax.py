@@ -57,14 +57,8 @@ def causal_attention(
             f"query has {query.shape[2]} tokens and key {key.shape[2]}: causal_attention wants this rank's "
             "keys and gathers them itself. Cross attention cannot be split along the sequence."
         )
-    local = layout.for_local_length(query.shape[2])
-    segments = local.segments[group.rank()]
-    if window is not None and Halo.fits(local, window - 1):
-        halo = Halo(local, group, window - 1)
-        sight = Sight(segments=segments, documents=documents, window=window, first_keys=halo.first_keys)
-        return _attended(query, key, value, sinks_H, halo, sight, scale)
-    sight = Sight(segments=segments, documents=documents, window=window)
-    return _attended(query, key, value, sinks_H, _WholeSequence(local, group), sight, scale)
+    keys, sight = keys_in_sight(layout.for_local_length(query.shape[2]), group, documents, window)
+    return _attended(query, key, value, sinks_H, keys, sight, scale)
 
 
 def causal_attention_on_gathered(
@@ -97,15 +91,26 @@ def causal_attention_on_gathered(
     return _attended(query, key, value, sinks_H, _Gathered(), sight, scale)
 
 
+def keys_in_sight(
+    layout: SequenceLayout, group: AnyGroup, documents: Documents, window: int | None
+) -> "tuple[Keys, Sight]":
+    """Where the keys of this rank's queries come from, and what of them the queries see."""
+    segments = layout.segments[group.rank()]
+    if window is not None and Halo.fits(layout, window - 1):
+        halo = Halo(layout, group, window - 1)
+        return halo, Sight(segments=segments, documents=documents, window=window, first_keys=halo.first_keys)
+    return _WholeSequence(layout, group), Sight(segments=segments, documents=documents, window=window)
+
+
 def _attended(
-    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, keys: "_Keys", sight: Sight, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None, keys: "Keys", sight: Sight, scale: float | None
 ) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attended: Tensor = _Attend.apply(query, key, value, sinks_H, keys, sight, scale)  # type: ignore[no-untyped-call]
     return attended
 
 
-class _Keys(Protocol):
+class Keys(Protocol):
     """Where the keys that this rank's queries see come from, and where their gradients go."""
 
     def gather(self, x: Tensor, dim: int) -> Tensor: ...
@@ -145,14 +150,14 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks_H: Tensor | None,
-        keys: _Keys,
+        keys: Keys,
         sight: Sight,
         scale: float,
     ) -> Tensor:
         key_all, value_all = keys.gather(key, 2), keys.gather(value, 2)
         out, lse = attend(query, key_all, value_all, sight, scale)
         if sinks_H is not None:
-            out, lse = _with_sinks(out, lse, sinks_H)
+            out, lse = with_sinks(out, lse, sinks_H)
         ctx.is_gathered = gathered_should_be_kept()
         kept = (key_all, value_all) if ctx.is_gathered else (key, value)
         ctx.save_for_backward(query, *kept, out, lse, sinks_H)
@@ -168,18 +173,18 @@ class _Attend(torch.autograd.Function):
         # The log-sum-exp counts the sink already, so every key's probability is that of the whole row.
         grad_query, *partial = attend_backward((grad_out, query, out, lse), key, value, ctx.sight, ctx.scale)
         grad_key, grad_value = (ctx.keys.reduce(grad, 2).to(query.dtype) for grad in partial)
-        grad_sinks = None if sinks_H is None else _sinks_gradient(grad_out, out, lse, sinks_H)
+        grad_sinks = None if sinks_H is None else sinks_gradient(grad_out, out, lse, sinks_H)
         return grad_query, grad_key, grad_value, grad_sinks, None, None, None
 
 
-def _with_sinks(out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """One more key in every row, whose score is the sink and whose value is zero."""
     with_sink_BHL = torch.logaddexp(lse_BHL, sinks_H.to(lse_BHL.dtype)[:, None])
     share_BHL = (lse_BHL - with_sink_BHL).exp()
     return (out_BHLE * share_BHL[..., None]).to(out_BHLE.dtype), with_sink_BHL
 
 
-def _sinks_gradient(grad_out_BHLE: Tensor, out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> Tensor:
+def sinks_gradient(grad_out_BHLE: Tensor, out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> Tensor:
     """From this rank's queries: a sink has no value, so it takes its probability's share of what the output gives."""
     probability_BHL = (sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL).exp()
     given_BHL = (grad_out_BHLE.to(lse_BHL.dtype) * out_BHLE.to(lse_BHL.dtype)).sum(-1)
@@ -206,6 +211,11 @@ def _check(
         raise ValueError(f"{shapes}: batch, key heads, keys and query channels must agree.")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{shapes}: key heads({key.shape[1]}) must divide query heads({query.shape[1]}).")
+    check_sight(query, documents, window, sinks_H)
+
+
+def check_sight(query: Tensor, documents: Documents, window: int | None, sinks_H: Tensor | None) -> None:
+    """ValueError for a pattern that does not fit ``query`` [B, H, ...]."""
     if len(documents) not in (1, query.shape[0]):
         raise ValueError(f"documents are given for {len(documents)} sequences, but the batch has {query.shape[0]}.")
     if window is not None and window < 1:
