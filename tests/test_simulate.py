@@ -19,6 +19,7 @@ from lightning_moe_strategy import MoELanguageModel
 from lightning_moe_strategy.cli.simulate import run_simulate
 from lightning_moe_strategy.mesh import ParallelDims
 from lightning_moe_strategy.models.moe import Router
+from lightning_moe_strategy.plan.presets import preset
 from lightning_moe_strategy.simulate import simulate
 from lightning_moe_strategy.simulation.watch import StepWatch
 from tests.modules import VOCABULARY, HuggingFaceLanguageModel, PlainLanguageModel, loader
@@ -380,17 +381,41 @@ def test_a_missing_file_is_named(capsys):
     assert "--config(nowhere.yaml) cannot be read" in capsys.readouterr().err
 
 
+LATENT, INDEX_KEY = 2 * (512 + 64), 2 * 128
+"""Bytes of GLM-5.2: of a token's latent and rope key, in 78 layers, and of an indexer's key, in 21."""
+
+
 @pytest.mark.slow
-def test_glm_5_2_on_256_ranks(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "dense_shards", "gathered", "steps"),
+    [
+        ("glm52_1m_256gpu", 64, 2**20, {"cp": 1.0}),
+        ("glm52_256k_b300_256gpu", 256, 2**18, {"cp": 1.0}),
+        # Between 8 domains first: each rank gathers 8 pieces of 64 there, and then all inside of its domain.
+        ("glm52_1m_b300_2d_cp", 64, 2**20, {"cp_inter": 8 / 64, "cp_intra": 1.0}),
+    ],
+)
+def test_glm_5_2_on_256_ranks(name, dense_shards, gathered, steps, tmp_path):
     written = tmp_path / "figures.json"
-    assert run_simulate(["--config", config_file("glm52_1m_256gpu"), "--json", str(written)]) == 0
+    assert run_simulate(["--config", config_file(name), "--json", str(written)]) == 0
     figures = json.loads(written.read_text())
-    # 3.119 B parameters on a rank: FP32 weights, gradients and two AdamW moments.
-    assert figures["resident_gb"] == pytest.approx(49.90, abs=0.01)
+    # FP32 weights, gradients and two AdamW moments; the indexers are frozen.
+    counts = preset("glm-5.2").counts
+    trained = (counts.dense - counts.indexer) / dense_shards + counts.experts / 256
+    resident = 16 * trained + 4 * counts.indexer / dense_shards
+    assert figures["resident_gb"] == pytest.approx(resident / 1e9, rel=1e-3)
+    ep, layer = figures["layout"]["ep"], 3 * 2048 * 6144 * 256
     assert figures["bytes_gb"]["e_fsdp"] == {
-        "all_gather": pytest.approx(75 * 2 * 0.30199, rel=1e-4),
-        "reduce_scatter": pytest.approx(75 * 0.60398, rel=1e-4),
+        "all_gather": pytest.approx(75 * 2 * 2 * layer / ep / 1e9, rel=1e-4),
+        "reduce_scatter": pytest.approx(75 * 4 * layer / ep / 1e9, rel=1e-4),
     }
+    for axis, share in steps.items():
+        # Latents in the forward pass and in the recompute, gradients in FP32; an indexer's keys once.
+        latents = 78 * LATENT * gathered * share
+        assert figures["bytes_gb"][axis] == {
+            "all_gather": pytest.approx((2 * latents + 21 * INDEX_KEY * gathered * share) / 1e9, rel=1e-6),
+            "reduce_scatter": pytest.approx(2 * latents / 1e9, rel=1e-6),
+        }
     assert all(unit["all_gathers"] == 2 and unit["reduce_scatters"] == 1 for unit in figures["units"].values())
     seconds = figures["seconds"]
     assert seconds["step"] == pytest.approx(seconds["compute"] + sum(seconds["exposed"].values()))
