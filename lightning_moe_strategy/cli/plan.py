@@ -153,7 +153,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     work.add_argument("--tokens", type=_tokens, metavar="N", help="tokens of the whole run, like 15T, for its days")
     work.add_argument(
-        "--fa4_pr_2816", action="store_true", help="sparse attention kernels that keep less (FA4 PR 2816)"
+        "--fa4_pr_2816",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="sparse attention kernels that keep less, as ours (FA4 PR 2816; default: no under the seed's, else yes)",
     )
     output = parser.add_argument_group("output")
     kind = output.add_mutually_exclusive_group()

@@ -9,14 +9,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_moe_strategy.plan import activations as act
+from lightning_moe_strategy.plan import backward
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
-from lightning_moe_strategy.plan.workload import BF16, FP32, Workload
+from lightning_moe_strategy.plan.weights import Buckets, DenseWeights, ExpertWeights
+from lightning_moe_strategy.plan.workload import BF16, FP32, INT32, Workload
 
-Buckets = Mapping[str, float]
 Moments = Mapping[str, Buckets]
 
-MOMENTS = ("head and loss", "last layer's experts", "last layer's attention", "first layer's experts", "optimizer")
-"""In the order of a step: the loss, then the backward from the last layer to the first, then the update."""
+MOMENTS = (
+    "experts in the forward",
+    "head in the forward",
+    "head and loss",
+    "last layer's experts",
+    "last layer's expert gradients",
+    "last layer's MLP norm",
+    "last layer's attention",
+    "experts before the last",
+    "experts after the first",
+    "first layer's experts",
+    "first layer's expert gradients",
+    "first layer's MLP norm",
+    "first layer's attention",
+    "embedding gathered",
+    "embedding reduced",
+    "optimizer",
+)
+"""In the order of a step: the forward, through which the gradients of the step before are kept; the loss; the backward
+from the last layer to the first; the update. Experts in the forward are those before the last layer's. The first
+layer's experts are those of the first layer that has some. Between the last and the first, experts hold the FP32
+gradients of the block after them as well as the prefetched weights of the experts before."""
 
 RESIDENT = ("masters", "optimizer_state", "gradients", "optimizer_temporaries")
 TRANSIENT = ("expert_units", "dense_units", "reduce_scatter_input")
@@ -48,46 +69,64 @@ class Peak:
 
 def dense_moments(workload: Workload, side: DenseSide) -> Moments:
     """All that follows from the dense mesh: dense parameters, saved inputs, attention, head."""
-    counts = workload.model.counts
-    local = counts.dense / side.shards
-    outer = (counts.embedding + counts.head) / side.shards
-    adamw = outer if workload.optimizer == "muon" else local
+    shape, counts = workload.model, workload.model.counts
+    # An indexer's choice has no gradient: its weights are frozen.
+    trained = counts.dense - counts.indexer
+    local = trained / side.shards
+    adamw = (counts.embedding + counts.head) / side.shards if workload.optimizer == "muon" else local
     always = {
-        "masters": FP32 * local,
+        "masters": FP32 * counts.dense / side.shards,
         "optimizer_state": ADAMW_STATE * adamw + MUON_STATE * (local - adamw),
     }
+    weights = DenseWeights(shape=shape, side=side)
+    first, last = shape.dense_first_layers, shape.layers - 1
+    before_last, after_first = max(first, last - 1), min(first + 1, last)
+
+    def at(layer: int) -> dict[str, float]:
+        """Inputs of this layer and those before it, gradients of those after it."""
+        below = sum(weights.parameters(index) for index in range(-1, layer + 1))
+        gradients = counts.head if layer == last else max(0, trained - below)
+        return {
+            **always,
+            **saved_between_passes(workload, side, layer + 1),
+            "gradients": FP32 * gradients / side.shards,
+        }
+
+    experts = backward.during_experts(workload, side)
+    reduced = backward.during_expert_reduction(workload, side)
     saved = saved_between_passes(workload, side)
-    one_layer = {name: size / workload.model.layers for name, size in saved.items()}
-    gathered = workload.model.dense_layer_parameters
-    head = counts.head or counts.embedding
-    units = {"dense_units": 3 * BF16 * gathered}
+    every = {**always, "gradients": FP32 * local}
+    before_embedding = {**always, "gradients": FP32 * (trained - counts.embedding) / side.shards}
     return {
+        "experts in the forward": {
+            **every,
+            **saved_between_passes(workload, side, before_last + 1),
+            "dense_units": weights.in_forward(before_last),
+            "recompute_backward": workload.tokens_per_gpu(side) * act.running_forward(workload),
+        },
+        "head in the forward": {
+            **every,
+            **saved,
+            "head_and_logits": weights.head_in_forward() + head_activations(workload, side),
+        },
         "head and loss": {**always, **saved, "head_and_logits": head_bytes(workload, side)},
-        "last layer's experts": {
-            **always,
-            **saved,
-            **units,
-            "gradients": FP32 * counts.head / side.shards,
-            # FSDP2 holds the last unit's FP32 gradients until the next unit's are reduced: here the head's.
-            "reduce_scatter_input": FP32 * max(head, gathered),
-            **_layer_bytes(workload, side, with_attention_backward=False),
+        "last layer's experts": {**at(last), **weights.during_experts(last), **experts},
+        "last layer's expert gradients": {**at(last), **weights.during_expert_reduction(last), **reduced},
+        "last layer's MLP norm": backward.during_norm(at(last), weights, workload, last),
+        "last layer's attention": backward.during_attention(at(last), weights, workload, last),
+        "experts before the last": {**at(before_last), **weights.during_experts(before_last), **experts},
+        "experts after the first": {**at(after_first), **weights.during_experts(after_first), **experts},
+        "first layer's experts": {**at(first), **weights.during_experts(first), **experts},
+        "first layer's expert gradients": {**at(first), **weights.during_expert_reduction(first), **reduced},
+        "first layer's MLP norm": backward.during_norm(at(0), weights, workload, 0),
+        "first layer's attention": backward.during_attention(at(0), weights, workload, 0),
+        "embedding gathered": {
+            **before_embedding,
+            **weights.before_embedding(),
+            "recompute_backward": BF16 * shape.hidden * workload.tokens_per_gpu(side),
         },
-        "last layer's attention": {
-            **always,
-            **saved,
-            **units,
-            "gradients": FP32 * counts.head / side.shards,
-            **_layer_bytes(workload, side, with_attention_backward=True),
-        },
-        "first layer's experts": {
-            **always,
-            **one_layer,
-            **units,
-            "gradients": FP32 * local,
-            "reduce_scatter_input": FP32 * gathered,
-            **_layer_bytes(workload, side, with_attention_backward=False),
-        },
-        "optimizer": {**always, "gradients": FP32 * local, "optimizer_temporaries": FP32 * adamw},
+        "embedding reduced": {**every, **weights.during_embedding()},
+        "optimizer": {**every, "optimizer_temporaries": FP32 * adamw},
     }
 
 
@@ -101,49 +140,87 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
         "optimizer_state": (ADAMW_STATE if is_adamw else MUON_STATE) * local,
         "ep_buffers": tokens * act.exchange_buffers(workload, side),
     }
-    gathered = shape.expert_layer_parameters / side.ep
-    rows = expert_row_bytes(workload, side, tokens)
-    working = {
-        **always,
-        # The current weights, the prefetched ones and the bf16 gradient.
-        "expert_units": 3 * BF16 * gathered,
-        "ep_buffers": always["ep_buffers"] + rows["ep_buffers"],
-        "expert_rows": rows["expert_rows"],
+    weights = ExpertWeights(shape=shape, side=side)
+    is_only = shape.moe_layers == 1
+    kept, one_layer = saved_expert_rows(workload, side, tokens), 1 / shape.moe_layers
+    # A reduction over one rank leaves its input as the gradient; over more, the gradient comes after the peak.
+    reduced = one_layer if side.e_fsdp == 1 else 0.0
+
+    def at(*, layers: float, gradients: float) -> dict[str, float]:
+        """Rows of this share of the layers, gradients of that share."""
+        return {**always, "saved_activations": kept * layers, "gradients": FP32 * local * gradients}
+
+    last = {
+        **at(layers=1 - one_layer, gradients=one_layer),
+        "expert_units": weights.gathered_ahead(is_first=is_only),
     }
-    kept = saved_expert_rows(workload, side, tokens)
     return {
-        "head and loss": {**always, "saved_activations": kept},
-        "last layer's experts": {**working, "saved_activations": kept},
-        "last layer's attention": {
-            **always,
-            "saved_activations": kept,
-            "expert_units": BF16 * gathered,
-            "reduce_scatter_input": FP32 * gathered,
-            "gradients": FP32 * local / shape.moe_layers,
+        "experts in the forward": {
+            **at(layers=max(one_layer, 1 - one_layer), gradients=1),
+            "expert_units": weights.in_forward(is_last=is_only),
+            "expert_rows": act.forward_rows(workload, side, tokens),
         },
-        "first layer's experts": {**working, "gradients": FP32 * local},
-        "optimizer": {**always, "gradients": FP32 * local, "optimizer_temporaries": FP32 * local * is_adamw},
+        "head in the forward": at(layers=1, gradients=1),
+        "head and loss": at(layers=1, gradients=0),
+        "last layer's experts": {
+            **at(layers=1, gradients=0),
+            **_working_experts(workload, weights, tokens, is_first=is_only),
+        },
+        "last layer's expert gradients": {
+            **at(layers=1 - one_layer, gradients=reduced),
+            **weights.during_reduction(is_first=is_only),
+        },
+        "last layer's MLP norm": last,
+        "last layer's attention": last,
+        "experts before the last": {
+            **at(layers=max(one_layer, 1 - one_layer), gradients=0 if is_only else one_layer),
+            **_working_experts(workload, weights, tokens, is_first=shape.moe_layers <= 2),
+        },
+        "experts after the first": {
+            **at(layers=min(1, 2 * one_layer), gradients=max(0, 1 - 2 * one_layer)),
+            **_working_experts(workload, weights, tokens, is_first=is_only),
+        },
+        "first layer's experts": {
+            **at(layers=one_layer, gradients=1 - one_layer),
+            **_working_experts(workload, weights, tokens, is_first=True),
+        },
+        "first layer's expert gradients": {
+            **at(layers=0, gradients=1 - one_layer + reduced),
+            **weights.during_reduction(is_first=True),
+        },
+        "first layer's MLP norm": at(layers=0, gradients=1),
+        "first layer's attention": at(layers=0, gradients=1),
+        "embedding gathered": at(layers=0, gradients=1),
+        "embedding reduced": at(layers=0, gradients=1),
+        "optimizer": {**at(layers=0, gradients=1), "optimizer_temporaries": FP32 * local * is_adamw},
     }
 
 
-def saved_between_passes(workload: Workload, side: DenseSide) -> dict[str, float]:
-    """What every layer keeps from its forward to its backward, all layers together, expert rows apart.
+def saved_between_passes(workload: Workload, side: DenseSide, num_layers: int | None = None) -> dict[str, float]:
+    """What the first ``num_layers`` layers (all by default) keep from forward to backward, expert rows apart.
 
-    Seed, "Deriving the Scheme": block inputs 0.958 MB/token, DSA top-k 0.172 MB/token for GLM-5.2.
+    Seed, "Deriving the Scheme": block inputs 0.958 MB/token, DSA top-k 0.172 MB/token for all layers of GLM-5.2.
     """
     shape, tokens = workload.model, workload.tokens_per_gpu(side)
+    layers = shape.layers if num_layers is None else num_layers
+    # Which layers own an indexer is not known here: the ones without experts, and an even share.
+    share = math.ceil(shape.indexer_layers * layers / shape.layers)
+    indexers = min(layers, shape.indexer_layers, max(shape.dense_first_layers, share))
+    with_experts = max(0, layers - shape.dense_first_layers)
     saved: dict[str, float] = {
-        "block_inputs": tokens * BF16 * shape.hidden * shape.layers,
-        "dsa_topk": tokens * shape.indexer_layers * shape.index_top_k * 4,
-        "router_state": tokens * (act.INDEX_BYTES + act.SCORE_BYTES) * shape.top_k * shape.moe_layers,
+        "block_inputs": tokens * BF16 * shape.hidden * layers,
+        "dsa_topk": tokens * indexers * shape.index_top_k * INT32,
+        "router_state": tokens * act.routing_kept(shape) * with_experts,
     }
+    if workload.recompute == "none":
+        # The norm's FP32 input stands in for the block's.
+        per_layer = act.kept_by_attention(workload, side) + act.held_kv_of_a_kept_layer(workload, side)
+        mlps = act.kept_by_moe(shape) * with_experts
+        mlps += act.kept_by_dense_mlp(shape) * (layers - with_experts)
+        kept = {"block_inputs": 0.0, "router_state": 0.0, "saved_activations": tokens * (per_layer * layers + mlps)}
+        return saved | kept
     if workload.recompute == "selective":
-        saved["saved_activations"] = tokens * act.attention_output(shape) * shape.layers
-    elif workload.recompute == "none":
-        per_layer = act.kept_by_attention(workload) + _kept_kv(workload, side)
-        mlps = act.kept_beside_experts(shape) * shape.moe_layers
-        mlps += act.kept_by_dense_mlp(shape) * shape.dense_first_layers
-        saved["saved_activations"] = tokens * (per_layer * shape.layers + mlps)
+        saved["saved_activations"] = tokens * act.attention_output(shape) * layers
     return saved
 
 
@@ -151,9 +228,9 @@ def saved_expert_rows(workload: Workload, side: ExpertSide, tokens: int) -> floa
     """Rows that every layer keeps for its backward without recompute; none with it."""
     if workload.recompute != "none":
         return 0.0
-    shape = workload.model
-    per_row = act.received_row(shape) + act.kept_by_expert_row(shape)
-    return tokens * workload.expert_rows_per_token(side) * per_row * shape.moe_layers
+    rows = tokens * workload.expert_rows_per_token(side)
+    per_layer = _kept_rows(workload, side, tokens) + rows * act.kept_by_expert_row(workload.model)
+    return per_layer * workload.model.moe_layers
 
 
 def expert_row_bytes(workload: Workload, side: ExpertSide, tokens: int) -> dict[str, float]:
@@ -164,55 +241,54 @@ def expert_row_bytes(workload: Workload, side: ExpertSide, tokens: int) -> dict[
     """
     shape = workload.model
     rows = tokens * workload.expert_rows_per_token(side)
-    is_kept = workload.recompute == "none"
+    computed = rows * act.added_by_expert_row(shape) + act.swiglu_temporaries(shape, rows)
+    if workload.recompute == "none":
+        return {"ep_buffers": 0.0, "expert_rows": computed}
     return {
-        "ep_buffers": 0.0 if is_kept else rows * act.received_row(shape),
-        "expert_rows": rows * (act.added_by_expert_row(shape) + (0 if is_kept else act.kept_by_expert_row(shape))),
+        "ep_buffers": _kept_rows(workload, side, tokens),
+        "expert_rows": computed + rows * act.kept_by_expert_row(shape),
     }
 
 
 def head_bytes(workload: Workload, side: DenseSide) -> float:
-    """The head as a unit of its own with the logits of all tokens, or with its FP32 gradient: whichever is more."""
+    """The larger of the logits of all tokens with their gradient, and the head's gradient in bf16 and FP32."""
     shape = workload.model
     tokens, weights = workload.tokens_per_gpu(side), shape.vocab_size * shape.hidden
-    logits = 2 * BF16 * tokens * shape.vocab_size + 2 * FP32 * min(tokens, LOSS_CHUNK_TOKENS) * shape.vocab_size
-    return 2 * BF16 * weights + max(logits, FP32 * weights) + tokens * act.NORM * shape.hidden
+    # FP32 of one chunk: the logits, their difference to the log-sum-exp, and the result of the chunk before.
+    chunk = 3 * FP32 * min(tokens, LOSS_CHUNK_TOKENS) * shape.vocab_size
+    logits = BF16 * weights + 2 * BF16 * tokens * shape.vocab_size + chunk
+    gradient = (BF16 + FP32) * weights + BF16 * tokens * shape.hidden
+    return max(logits, gradient) + tokens * act.NORM * shape.hidden
 
 
-def _layer_bytes(workload: Workload, side: DenseSide, *, with_attention_backward: bool) -> dict[str, float]:
-    """The layer whose backward runs: what its recompute made, and the gathered keys and values."""
-    shape, tokens = workload.model, workload.tokens_per_gpu(side)
-    is_kept = workload.recompute == "none"
-    attention = 0.0 if is_kept else act.kept_by_attention(workload)
-    beside = 0.0 if is_kept else max(act.kept_beside_experts(shape), act.kept_by_dense_mlp(shape))
-    # Gradients of the residual stream and of the branch.
-    gradients = 2 * BF16 * shape.hidden
-    if with_attention_backward:
-        layer = attention + act.added_by_attention_backward(workload) + gradients
-    else:
-        layer = attention + beside + gradients
-    gathered = gathered_kv(workload, side, with_gradient=with_attention_backward)
-    return {"recompute_backward": tokens * layer, "gathered_kv": gathered}
+def head_activations(workload: Workload, side: DenseSide) -> float:
+    """The last block's output, its norm, and the logits."""
+    shape = workload.model
+    return workload.tokens_per_gpu(side) * ((BF16 + act.NORM) * shape.hidden + BF16 * shape.vocab_size)
 
 
-def gathered_kv(workload: Workload, side: DenseSide, *, with_gradient: bool) -> float:
-    """Keys and values (or latents) of the whole sequences of the cp group, on every GPU of it.
-
-    With its gradient: FP32, and once more in the order of the ranks for the reduce-scatter.
-    """
-    shape, tokens = workload.model, workload.tokens_per_cp_group
-    held = act.gathered_kv_bytes(shape) if side.cp > 1 else 0.0
-    expanded = act.expanded_kv_bytes(shape)
-    if not with_gradient:
-        return tokens * (held + expanded)
-    in_fp32 = FP32 / BF16
-    latent = act.latent_bytes(shape) * in_fp32 * (2 if side.cp > 1 else 1)
-    return tokens * (held + expanded + latent + expanded * in_fp32)
+def _kept_rows(workload: Workload, side: ExpertSide, tokens: int) -> float:
+    """Rows as they arrived; where none leaves its rank, the tokens they are gathered from."""
+    shape = workload.model
+    if side.ep == 1:
+        return tokens * (BF16 * shape.hidden + FP32 * shape.top_k)
+    return tokens * workload.expert_rows_per_token(side) * act.received_row(shape)
 
 
-def _kept_kv(workload: Workload, side: DenseSide) -> float:
-    """Expanded keys and values that a layer keeps per own token when it is not recomputed."""
-    return act.expanded_kv_bytes(workload.model) * side.cp
+def _working_experts(workload: Workload, weights: ExpertWeights, tokens: int, *, is_first: bool) -> dict[str, float]:
+    """The experts' backward: the larger of its activation's temporaries, and its last product with all gradients."""
+    shape, side = workload.model, weights.side
+    rows = tokens * workload.expert_rows_per_token(side)
+    buckets = expert_row_bytes(workload, side, tokens)
+    units = weights.during_experts(is_first=is_first)
+    activation = act.swiglu_temporaries(shape, rows)
+    # The rows' gradients; where tokens stood in for rows, these are there again.
+    product = rows * BF16 * shape.hidden * (2 if side.ep == 1 else 1)
+    if product + weights.gradients > activation:
+        units += weights.gradients
+        buckets["expert_rows"] += product - activation
+    buckets["ep_buffers"] += tokens * act.exchange_buffers(workload, side)
+    return {"expert_units": units, **buckets}
 
 
 def least_gpus(parameters: float, bytes_per_parameter: float, memory_bytes: float) -> int:

@@ -63,8 +63,11 @@ class PlanRequest:
     """FLOP/s that a GPU reaches in the linear layers, in 1e12. None: the cluster's, from published runs."""
     tokens: float | None = None
     """Tokens of the whole training run, for its days."""
-    fa4_pr_2816: bool = False
-    """Sparse MLA kernels that neither keep P nor materialise dS (FlashAttention pull request 2816)."""
+    fa4_pr_2816: bool | None = None
+    """Sparse MLA kernels that neither keep P nor materialise dS (FlashAttention pull request 2816, and our own).
+
+    None: False under the seed's assumptions, else True.
+    """
 
 
 class Plan:
@@ -200,7 +203,7 @@ def arithmetic(request: PlanRequest) -> Arithmetic:
         dispatcher=request.dispatcher,
         balance=request.balance or ("worst" if is_seed else "balanced"),
         optimizer=request.optimizer,
-        fa4_pr_2816=request.fa4_pr_2816,
+        fa4_pr_2816=not is_seed if request.fa4_pr_2816 is None else request.fa4_pr_2816,
         achieved_flops=_achieved(request, cluster),
     )
     return Seed(workload=work) if is_seed else Exact(workload=work)

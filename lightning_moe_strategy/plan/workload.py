@@ -13,7 +13,7 @@ Balance = Literal["balanced", "worst"]
 Optimizer = Literal["adamw", "muon"]
 Assumptions = Literal["exact", "seed"]
 
-BF16, FP32 = 2, 4
+BF16, FP32, INT32, INT64 = 2, 4, 4, 8
 """Bytes of one number."""
 
 
