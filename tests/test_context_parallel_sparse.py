@@ -297,6 +297,7 @@ def simulated_glm(top_k):
 GLM_LAYERS, GLM_INDEXERS, MILLION = 5, 3, 2**20
 
 
+@pytest.mark.slow
 def test_a_million_tokens_on_64_ranks_gather_latents_and_keep_one_top_k_per_indexer():
     simulated, fewer = simulated_glm(2048), simulated_glm(1024)
     tokens = MILLION // 64

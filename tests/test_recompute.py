@@ -79,7 +79,7 @@ def different(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) ->
     return names
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("model", "degrees"),
     [

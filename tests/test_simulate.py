@@ -118,13 +118,12 @@ def run(degrees: dict[str, Any], make_model: Any = make_ours, **options: Any) ->
 @pytest.mark.parametrize(
     ("degrees", "precision"),
     [
-        (LAYOUTS_OF_4[2], "32-true"),
-        (LAYOUTS_OF_4[2] | {"recompute": "block"}, "bf16-mixed"),
-        (LAYOUTS_OF_4[9], "bf16-mixed"),
-        (LAYOUTS_OF_4[0], "32-true"),
-        (LAYOUTS_OF_4[5] | {"recompute": "block"}, "32-true"),
+        pytest.param(LAYOUTS_OF_4[2], "32-true", id="cp2-ep2", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS_OF_4[2] | {"recompute": "block"}, "bf16-mixed", id="cp2-ep2-recomputed"),
+        pytest.param(LAYOUTS_OF_4[9], "bf16-mixed", id="replicas", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS_OF_4[0], "32-true", id="ep4", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS_OF_4[5] | {"recompute": "block"}, "32-true", id="cp4-recomputed", marks=pytest.mark.slow),
     ],
-    ids=["cp2-ep2", "cp2-ep2-recomputed", "replicas", "ep4", "cp4-recomputed"],
 )
 def test_a_simulated_step_is_the_real_one(degrees, precision, ranks4):
     real = ranks4(real_step, degrees, precision)[0]
@@ -155,6 +154,7 @@ def test_every_unit_is_gathered_twice_and_reduced_once():
     assert {(unit.all_gathers, unit.reduce_scatters) for unit in simulated.units.values()} == {(2, 1)}
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_gone_after_their_layer():
     def gathered(num_layers: int) -> list[int]:
         make_model = partial(MoELanguageModel, {"preset": "tiny", **SIZES, "layers": num_layers})
@@ -339,6 +339,7 @@ def simulated_file(tmp_path: Path, changes: dict[str, Any], *arguments: str) -> 
     return figures, " ".join(figures["notes"])
 
 
+@pytest.mark.slow
 def test_the_cluster_is_assumed_by_the_size_of_its_domains(tmp_path):
     def of_domain(nvl: Any) -> tuple[dict[str, Any], str]:
         layout = {"d_rep": 1, "fsdp": 2, "cp": 2, "e_fsdp": 2, "ep": 2, "nvl": nvl}
@@ -353,6 +354,7 @@ def test_the_cluster_is_assumed_by_the_size_of_its_domains(tmp_path):
     assert figures["seconds"] is None and "no known cluster has NVLink domains of 4" in notes
 
 
+@pytest.mark.slow
 def test_a_faster_gpu_computes_in_less_time(tmp_path):
     slow, _ = simulated_file(tmp_path, {}, "--cluster", "h200-nvl8", "--achieved_tflops", "100")
     fast, _ = simulated_file(tmp_path, {}, "--cluster", "h200-nvl8", "--achieved_tflops", "400")

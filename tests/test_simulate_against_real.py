@@ -119,7 +119,7 @@ CASES = {
 }
 
 
-FAST = ("cp2-ep2-recomputed", "cp4-recomputed", "few-tokens")
+FAST = ("cp2-ep2-recomputed", "few-tokens")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])

@@ -84,8 +84,8 @@ def dense_moments(workload: Workload, side: DenseSide) -> Moments:
 
     def at(layer: int) -> dict[str, float]:
         """Inputs of this layer and those before it, gradients of those after it."""
-        below = sum(weights.parameters(index) for index in range(-1, layer + 1))
-        gradients = counts.head if layer == last else max(0, trained - below)
+        below = sum(weights.trained(index) for index in range(-1, layer + 1))
+        gradients = counts.head if layer == last else trained - below
         return {
             **always,
             **saved_between_passes(workload, side, layer + 1),

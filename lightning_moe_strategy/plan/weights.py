@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
-from lightning_moe_strategy.plan.model import ModelShape, shared_parameters
+from lightning_moe_strategy.plan.model import ModelShape, indexer_parameters, shared_parameters
 from lightning_moe_strategy.plan.workload import BF16, FP32
 
 Buckets = Mapping[str, float]
@@ -31,6 +31,11 @@ class DenseWeights:
         if layer >= shape.dense_first_layers:
             return shape.dense_layer_parameters
         return shape.dense_layer_parameters + self._mlp(layer) - self._beside_experts
+
+    def trained(self, layer: int) -> int:
+        """Of those, what has gradients: an indexer has none."""
+        has_indexer = self.shape.indexer_layers > 0 and 0 <= layer < self.shape.layers
+        return self.parameters(layer) - (indexer_parameters(self.shape) if has_indexer else 0)
 
     def in_forward(self, layer: int) -> float:
         """While a layer runs forward: its weights, and those of the next on their way."""
