@@ -2,9 +2,9 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,11 +33,16 @@ def run(command: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[i
 def test_a_plan_starts_in_half_a_second(arguments):
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = _seconds_of_children()
         subprocess.run([COMMAND, "plan", *arguments.split()], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
-    # The fastest: other processes of the machine only ever add to it.
+        seconds.append(_seconds_of_children() - start)
+    # Of the processor, and the fastest: other processes of the machine only ever add to it.
     assert min(seconds) < 0.5, seconds
+
+
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_plan_imports_neither_torch_nor_lightning_and_rich_for_tables_alone(tmp_path):
