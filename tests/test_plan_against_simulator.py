@@ -1,6 +1,6 @@
 """Planner and simulator, two witnesses of one step: every bucket at every moment, every axis, every kind of FLOP.
 
-Five or six layers at the true number of GPUs have every quantity of a layer; the whole depth is run as well, slowly.
+Five or six layers at the true number of GPUs have every quantity of a layer; even routing runs at the whole depth too.
 """
 
 import dataclasses
@@ -28,24 +28,21 @@ FAST = {
     "glm-nvl72": GLM_NVL72,
     "glm-nvl8-worst": dataclasses.replace(GLM_NVL8, routing="worst"),
 }
-SHALLOW = {
+LAYOUTS = {
+    "qwen-8": dataclasses.replace(QWEN_ON_8, context=16_384),
+    "qwen-64": QWEN_ON_64,
+    "deepseek": DEEPSEEK,
+    "glm-nvl72": GLM_NVL72,
+    "glm-nvl8": GLM_NVL8,
+    "glm-nvl8-inside": GLM_NVL8_INSIDE,
+}
+WHOLE = {f"{name}-whole": dataclasses.replace(case, layers=None) for name, case in LAYOUTS.items()}
+SHALLOW = {f"{name}-worst": dataclasses.replace(case, routing="worst") for name, case in LAYOUTS.items()} | {
     "qwen-8-experts-not-spread": dataclasses.replace(QWEN_ON_8, layout="1,1,8/8,1"),
     "qwen-8-one-rank-a-sequence": dataclasses.replace(QWEN_ON_8, context=16_384, layout="1,8,1/1,8"),
     "qwen-64-replicas": QWEN_WITH_REPLICAS,
     "deepseek-kept": dataclasses.replace(DEEPSEEK, recompute="none"),
     "glm-nvl8-kept": dataclasses.replace(GLM_NVL8, recompute="none"),
-}
-WHOLE = {
-    f"{name}-{routing}": dataclasses.replace(case, layers=None, routing=routing)
-    for name, case in {
-        "qwen-8": dataclasses.replace(QWEN_ON_8, context=16_384),
-        "qwen-64": QWEN_ON_64,
-        "deepseek": DEEPSEEK,
-        "glm-nvl72": GLM_NVL72,
-        "glm-nvl8": GLM_NVL8,
-        "glm-nvl8-inside": GLM_NVL8_INSIDE,
-    }.items()
-    for routing in ("balanced", "worst")
 }
 
 
