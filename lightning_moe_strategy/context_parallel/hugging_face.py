@@ -26,10 +26,10 @@ from lightning_moe_strategy.context_parallel.hugging_face_linear import (
     is_linear_attention,
 )
 from lightning_moe_strategy.context_parallel.hugging_face_sparse import (
-    NO_MASK,
     adapt_sparse_attention,
     attend_sparsely,
     is_sparse_attention,
+    no_mask,
 )
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.softmax import causal_attention
@@ -97,8 +97,9 @@ class _NoCache:
 class _Inputs:
     """The forward pre-hook: what a rank's part of the sequence adds to, or takes from, a model's arguments."""
 
-    def __init__(self, names: tuple[str, ...], cp: ContextParallel) -> None:
+    def __init__(self, names: tuple[str, ...], cp: ContextParallel, *, is_sparse: bool) -> None:
         self.names, self.cache, self.cp = names, _NoCache(), cp
+        self.is_sparse = is_sparse
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -108,7 +109,7 @@ class _Inputs:
             return (), inputs  # an inner model: its outer one was here
         sequence = self.cp.current
         refuse_inputs(module, inputs, sequence)
-        mask = NO_MASK if any(map(is_sparse_attention, module.modules())) else None
+        mask = no_mask(sequence.position_ids_BL.device) if self.is_sparse else None
         ours = {"cache": self.cache, "use_cache": False, "attention_mask": mask}
         inputs |= {name: value for name, value in ours.items() if name in self.names}
         if "position_ids" in self.names:
@@ -138,7 +139,9 @@ def _hook_inputs(module: PreTrainedModel, cp: ContextParallel) -> None:
     inputs = module.__dict__.get(_INPUTS)
     if inputs is None:
         names = tuple(inspect.signature(module.forward).parameters)
-        inputs = module.__dict__[_INPUTS] = _Inputs(names, cp)
+        inputs = module.__dict__[_INPUTS] = _Inputs(
+            names, cp, is_sparse=any(map(is_sparse_attention, module.modules()))
+        )
         module.register_forward_pre_hook(inputs, with_kwargs=True)
     inputs.cp = cp
 
@@ -163,7 +166,7 @@ def _attention(
         )
     cp = site.cp
     sequence, is_sparse = cp.current, is_sparse_attention(module)
-    if is_sparse and attention_mask is NO_MASK:
+    if is_sparse and attention_mask is no_mask(query_BHLD.device):
         attention_mask = None
     refuse_call(site.block, module, sequence, mask=attention_mask, dropout=dropout, is_causal=is_causal, options=kwargs)
     cp.note_attention(site.block)

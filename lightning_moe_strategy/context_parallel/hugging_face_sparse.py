@@ -10,6 +10,7 @@ channels, C latent, M = C + R, K keys per query; I heads of the indexer, J chann
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.sparse import attend_to_selected, select_keys_of_sequence
 
-NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""What such a model gets for its mask, which it slices and hands to its indexer: causality is told by positions."""
-
 _WRAPPER = "_context_parallel_forward"
+
+
+@cache
+def no_mask(device: torch.device) -> Tensor:
+    """What such a model gets for its mask, which it slices and hands to its indexer: causality is told by positions."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def is_sparse_attention(module: nn.Module) -> bool:
