@@ -20,11 +20,15 @@ from lightning_moe_strategy.context_parallel.batch import (
     items_of,
     refuse_what_cannot_be_split,
     split_items,
+    whole_sequence,
     with_items,
 )
 from lightning_moe_strategy.context_parallel.gather import restore_sequence
 from lightning_moe_strategy.context_parallel.padding import LayoutName
-from lightning_moe_strategy.context_parallel.scope import ContextParallel, Shift
+from lightning_moe_strategy.context_parallel.piece import SplitSettings
+from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence, Shift
+from lightning_moe_strategy.kernels.attention import AttentionKernelName, require_attention_kernel
+from lightning_moe_strategy.verification import verify_context_parallel
 
 
 @runtime_checkable
@@ -56,9 +60,12 @@ class ZigZagContextParallel(Callback):
         ignore_index: int = -100,
         pad_token_id: int = 0,
         token_wise_modules: Sequence[str] = (),
+        ulysses_modules: Sequence[str] = (),
         positions: Literal["required", "none"] = "required",
         documents: Literal["auto", "separate"] = "auto",
         layout: LayoutName = "zigzag",
+        attention_kernel: AttentionKernelName = "auto",
+        verify_cp: bool = False,
     ) -> None:
         """
         Args:
@@ -72,6 +79,10 @@ class ZigZagContextParallel(Callback):
             ignore_index: the label that does not count.
             pad_token_id: what ``input_ids`` are padded with.
             token_wise_modules: patterns (``fnmatch``) of block names that mix no tokens.
+            ulysses_modules: patterns of names, in the LightningModule, of attention that is no causal
+                ``F.scaled_dot_product_attention``: masked, bidirectional, of its own making. A block's calls of that
+                function, or a module's forward of query, key and value [batch, heads, tokens, channels], get whole
+                sequences of ``heads / cp`` heads, for two all-to-alls of all heads. ``cp`` must divide the heads.
             positions: "none" for a model that uses no positions.
             documents: of a batch that marks packed documents (``cu_seqlens``, ``document_ids``, ``position_ids`` that
                 start again). "auto": Hugging Face models keep them apart, other modules refuse such a batch.
@@ -80,6 +91,11 @@ class ZigZagContextParallel(Callback):
                 padded to a multiple of ``2 * cp``: equal attention for every rank where documents are many and much
                 longer than that; the padding is said once. "contiguous": one piece per rank, for models without
                 softmax attention.
+            attention_kernel: see ``attention_kernel_for``. "auto": FlashAttention 4, 3, 2, torch's own, or pieces.
+            verify_cp: before the first training step, put a few hundred tokens of its batch through ``training_step``
+                twice, split over the cp ranks and whole on each of them, and raise on every rank when loss, logits or a
+                gradient differ. Training goes on as if nothing had been; what the step does outside of tensors, metrics
+                and the module's own numbers, lists and dicts (files, objects of its own) it does twice more.
         """
         for name, value, allowed in (
             ("shift", shift, ("auto", "model", "module", "none")),
@@ -94,7 +110,11 @@ class ZigZagContextParallel(Callback):
         self.shift = shift
         self.ignore_index, self.pad_token_id = ignore_index, pad_token_id
         self.token_wise_modules, self.positions = tuple(token_wise_modules), positions
-        self.documents, self.layout = documents, layout
+        self.ulysses_modules = tuple(ulysses_modules)
+        self.documents, self.layout, self.attention_kernel = documents, layout, attention_kernel
+        self.verify_cp = verify_cp
+        self._to_verify: tuple[Any, SequenceFields, SplitSettings] | None = None
+        self._is_verified = not verify_cp
         self._strategy: SplitsBatches | None = None
         self._module: nn.Module | None = None
         self._agreed_stages: set[str] = set()
@@ -106,9 +126,20 @@ class ZigZagContextParallel(Callback):
             raise ValueError(
                 f"ZigZagContextParallel needs Trainer(strategy='fsdp_cp_ep'); this one has {type(strategy).__name__}."
             )
+        if self.verify_cp and stage == "fit":
+            if not pl_module.automatic_optimization:
+                raise ValueError(
+                    f"verify_cp=True runs training_step twice without training, and {type(pl_module).__name__} (manual "
+                    "optimization) steps its optimizer in there. Verify with a LightningModule whose training_step "
+                    "returns the loss and whose automatic_optimization is True, then train with verify_cp=False."
+                )
+            self._is_verified = False
+        require_attention_kernel(self.attention_kernel)
+        strategy.context_parallel.attention_kernel = self.attention_kernel
         self._strategy, self._module = strategy, pl_module
         self._agreed_stages.clear()
         strategy.context_parallel.token_wise_modules = self.token_wise_modules
+        strategy.context_parallel.ulysses_modules = self.ulysses_modules
         strategy.context_parallel.positions_required = self.positions == "required"
         strategy.context_parallel.separates_documents = self.documents == "separate"
         strategy.register_batch_transform(self.split)
@@ -122,6 +153,8 @@ class ZigZagContextParallel(Callback):
         strategy = self._attached_to()
         if strategy.context_parallel.degree == 1:
             strategy.micro_batch = self._count(batch)
+            if strategy.context_parallel.indexer_loss is not None:
+                strategy.context_parallel.sequence = self._whole(batch, strategy.micro_batch)
             return batch
         items = items_of(batch)
         fields: SequenceFields | None = None
@@ -145,6 +178,11 @@ class ZigZagContextParallel(Callback):
         if error or fields is None:
             raise ValueError(error)
         cp = strategy.context_parallel
+        if stage == "train" and not self._is_verified:
+            settings = SplitSettings(
+                shift=shift, ignore_index=self.ignore_index, pad_token_id=self.pad_token_id, layout=self.layout
+            )
+            self._to_verify = (batch, fields, settings)
         local, cp.sequence, strategy.micro_batch = split_items(
             items,
             fields,
@@ -158,13 +196,21 @@ class ZigZagContextParallel(Callback):
         self._say_padding(fields, cp)
         return with_items(batch, local)
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._to_verify is not None:
+            whole, fields, settings = self._to_verify
+            self._to_verify = None
+            self._is_verified = verify_context_parallel(
+                trainer, pl_module, whole, fields, settings, batch_idx=batch_idx
+            )
+
     def restore(self, x: Tensor, dim: int = 1) -> Tensor:
         """An output of the current batch for its whole sequence, in natural order and without padding.
 
         ``x`` has this rank's tokens along ``dim``; every rank of the cp group calls it. Not differentiable.
         """
         cp = self._attached_to().context_parallel
-        if cp.degree == 1:
+        if cp.degree == 1 or cp.is_off:
             return x
         sequence = cp.current
         if sequence.is_token_P is None:
@@ -197,6 +243,14 @@ class ZigZagContextParallel(Callback):
         except ValueError:
             return MicroBatch(num_tokens=0, num_loss_tokens=None)
         return count_whole(items, fields, self._who_shifts(fields, stage="count"), self.ignore_index)
+
+    def _whole(self, batch: Any, counts: MicroBatch) -> LocalSequence:
+        """A batch that is not split, for attention that asks what the rank holds. ValueError as for a split one."""
+        items = items_of(batch)
+        fields = find_sequences(items, sequence_keys=self.sequence_keys, labels_key=self.labels_key)
+        shift = self._who_shifts(fields, stage="count")
+        refuse_what_cannot_be_split(items, fields, shift=shift, degree=1, ignore_index=self.ignore_index)
+        return whole_sequence(items, fields, counts)
 
     def _who_shifts(self, fields: SequenceFields, stage: str) -> Shift:
         key = fields.labels_key

@@ -163,9 +163,10 @@ def select_keys(
         )
         return selected
     check_selection(query_BLHN, key_BSN, weights_BLH, query_positions_L, top_k=top_k)
-    ids: Tensor = torch.ops.lightning_moe.select_keys(
-        query_BLHN, key_BSN, weights_BLH, query_positions_L, first_keys_BL, top_k
-    )
+    with torch.no_grad():
+        ids: Tensor = torch.ops.lightning_moe.select_keys(
+            query_BLHN, key_BSN, weights_BLH, query_positions_L, first_keys_BL, top_k
+        )
     return ids
 
 

@@ -1,6 +1,7 @@
 """Attention of many query heads to chosen latents: absorbed multi-query attention, and its gradient.
 
-Everything is FP32 inside (FP64 stays FP64), whatever the dtype of query and latents.
+Everything is FP32 inside (FP64 stays FP64), whatever the dtype of query and latents. On a B200 or B300 the kernel of
+flash-attn-4 takes over, where it is installed (``sparse_flash_attention.py``).
 
 Shapes: B batch, L queries, S latents, H query heads, M channels of a latent and of an absorbed query, C of them the
 value, K latents per query, T = B*L queries of all rows, R of them in one block.
@@ -15,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_moe_strategy.kernels import sparse_flash_attention
+
 # Numbers of gathered latents in memory at once, whatever the length of the sequence. GLM-5.2 (K 2048, M 576): 14
 # queries a block, 67 MB of latents in FP32, 7 MB of scores; the backward has as much again for their gradient.
 GATHERED_PER_BLOCK = 2**24
@@ -24,6 +27,8 @@ GATHERED_PER_BLOCK = 2**24
 def _forward(
     query_BLHM: Tensor, latent_BSM: Tensor, key_ids_BLK: Tensor, value_channels: int, scale: float
 ) -> tuple[Tensor, Tensor]:
+    if sparse_flash_attention.can_attend(query_BLHM, latent_BSM, value_channels):
+        return sparse_flash_attention.attend(query_BLHM, latent_BSM, key_ids_BLK, value_channels, scale)
     with torch.autocast(query_BLHM.device.type, enabled=False):
         return _attend_by_blocks(query_BLHM, latent_BSM, key_ids_BLK, value_channels, scale)
 
@@ -54,7 +59,12 @@ def _backward(
     out_BLHC: Tensor,
     lse_BLH: Tensor,
     scale: float,
+    token_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
+    if sparse_flash_attention.can_attend(query_BLHM, latent_BSM, out_BLHC.shape[-1]):
+        return sparse_flash_attention.attend_backward(
+            (grad_out_BLHC, out_BLHC, lse_BLH), query_BLHM, latent_BSM, key_ids_BLK, scale, token_chunk=token_chunk
+        )
     with torch.autocast(query_BLHM.device.type, enabled=False):
         return _attend_backward_by_blocks(
             (grad_out_BLHC, out_BLHC, lse_BLH), query_BLHM, latent_BSM, key_ids_BLK, scale
@@ -70,6 +80,7 @@ def _(
     out_BLHC: Tensor,
     lse_BLH: Tensor,
     scale: float,
+    token_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:
     grad_query = query_BLHM.new_empty(query_BLHM.shape)
     return grad_query, latent_BSM.new_empty(latent_BSM.shape, dtype=_wide(latent_BSM))

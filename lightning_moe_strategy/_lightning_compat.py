@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.cli import _InstantiatorFn as CLIInstantiator
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.seed import isolate_rng
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root, _fabric = {
@@ -38,11 +41,14 @@ else:
     Trainer = _take(_root, "Trainer")
     LightningCLI = _take(f"{_root}.cli", "LightningCLI")
     CLIInstantiator = _take(f"{_root}.cli", "_InstantiatorFn")
+    DummyLogger = _take(f"{_root}.loggers.logger", "DummyLogger")
     Precision = _take(f"{_root}.plugins.precision", "Precision")
     ModelParallelStrategy = _take(f"{_root}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _take(f"{_root}.strategies", "ParallelStrategy")
     TrainerFn = _take(f"{_root}.trainer.states", "TrainerFn")
     is_overridden = _take(f"{_root}.utilities.model_helpers", "is_overridden")
+    isolate_rng = _take(f"{_root}.utilities.seed", "isolate_rng")
+    is_param_in_hook_signature = _take(f"{_root}.utilities.signature_utils", "is_param_in_hook_signature")
     rank_zero_info = _take(f"{_fabric}.utilities.rank_zero", "rank_zero_info")
     rank_zero_only = _take(f"{_fabric}.utilities.rank_zero", "rank_zero_only")
     rank_zero_warn = _take(f"{_fabric}.utilities.rank_zero", "rank_zero_warn")
@@ -62,6 +68,7 @@ __all__ = [
     "IS_INTERACTIVE",
     "CLIInstantiator",
     "Callback",
+    "DummyLogger",
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",
@@ -72,6 +79,8 @@ __all__ = [
     "TrainerFn",
     "add_callbacks",
     "is_overridden",
+    "is_param_in_hook_signature",
+    "isolate_rng",
     "optimizers_to_device",
     "rank_zero_info",
     "rank_zero_only",

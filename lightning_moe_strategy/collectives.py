@@ -3,7 +3,8 @@
 Every rank of a group calls them in the same order, whatever its data: there is no rank ``if`` around any of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,104 @@ def reduce_scatter_in_steps(x: Tensor, group: AnyGroup) -> Tensor:
     return reduce_scatter_along_dim0(reduce_scatter_along_dim0(x, group.intra), group.inter)
 
 
+class Transfer:
+    """A collective on its way: others compute until somebody reads what it brings.
+
+    One that is dropped before it was waited for ends by itself, as its group's next collectives do: an error between
+    issue and wait leaves nothing behind. Each step of two needs what the one before brought. On a GPU the second is
+    issued at once, on a stream of its own that waits for the first; on gloo, where only the host can wait, it is issued
+    by ``wait``, so that the first alone overlaps.
+    """
+
+    def __init__(self, x: Tensor, steps: "Sequence[tuple[_Begin, dist.ProcessGroup]]") -> None:
+        """``steps``: how each starts, and among whom. All ranks of a group start and wait in the same order."""
+        self._steps = list(steps)
+        self._begin(x)
+        while self._steps and _is_ordered_by_device(x, self._steps[0][1]):
+            self._follow()
+
+    def wait(self) -> Tensor:
+        """The result, which what is issued from now on may read. Once."""
+        self._finish()
+        while self._steps:
+            self._begin(self._result)
+            self._finish()
+        result = self._result
+        del self._result, self._work
+        return result
+
+    def _begin(self, x: Tensor) -> None:
+        begin, group = self._steps.pop(0)
+        self._result, self._work = begin(x, group)
+
+    def _finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        for observe in _observers:
+            observe(self._result)
+
+    def _follow(self) -> None:
+        """Issue the next step on a stream that alone waits for the one before."""
+        if not self._result.is_cuda:
+            self._begin(self._result)
+            return
+        main, beside = torch.cuda.current_stream(), _stream_beside(self._result.device)
+        with torch.cuda.stream(beside):
+            if self._work is not None:
+                self._work.wait()
+            self._begin(self._result)
+        self._result.record_stream(main)  # made for the other stream, read on this one
+
+
+_Begin = Callable[[Tensor, dist.ProcessGroup], tuple[Tensor, dist.Work | None]]
+
+_observers: list[Callable[[Tensor], None]] = []
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def observed_waits(observe: Callable[[Tensor], None]) -> Generator[None, None, None]:
+    """Call ``observe`` with what a step of a ``Transfer`` brought, whenever one is waited for inside."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
+def start_gather_in_steps(x: Tensor, group: AnyGroup) -> Transfer:
+    """``all_gather_in_steps``, to be waited for where it is read. ``x`` must not change until then."""
+    groups = [group.inter, group.intra] if isinstance(group, TwoStepGroup) else [group]
+    return Transfer(x, [(_begin_gather, step) for step in groups])
+
+
+def start_reduce_scatter_in_steps(x: Tensor, group: AnyGroup) -> Transfer:
+    """``reduce_scatter_in_steps``, to be waited for where it is read. ``x`` must not change until then."""
+    groups = [group.intra, group.inter] if isinstance(group, TwoStepGroup) else [group]
+    return Transfer(x, [(_begin_reduce_scatter, step) for step in groups])
+
+
+def _begin_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    return gathered, _all_gather(gathered, x.contiguous(), group=group, async_op=True)
+
+
+def _begin_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+    piece = x.new_empty((_rows_of_piece(x, group), *x.shape[1:]))
+    return piece, _reduce_scatter(piece, x.contiguous(), group=group, async_op=True)
+
+
+def _is_ordered_by_device(x: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a collective can be issued before its input is there. A fake one stands for one on a GPU."""
+    return x.is_cuda or dist.get_backend(group) == "fake"
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]
+
+
 def all_gather_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x`` of every rank of the group, stacked along dim 0 in rank order. Not differentiable."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
@@ -65,11 +164,15 @@ def all_gather_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def reduce_scatter_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece along dim 0 of the sum of ``x`` over the group. Not differentiable."""
-    if x.shape[0] % group.size():
-        raise ValueError(f"dim 0 of {tuple(x.shape)} must be a multiple of the group's {group.size()} ranks.")
-    piece = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    piece = x.new_empty((_rows_of_piece(x, group), *x.shape[1:]))
     _reduce_scatter(piece, x.contiguous(), group=group)
     return piece
+
+
+def _rows_of_piece(x: Tensor, group: dist.ProcessGroup) -> int:
+    if x.shape[0] % group.size():
+        raise ValueError(f"dim 0 of {tuple(x.shape)} must be a multiple of the group's {group.size()} ranks.")
+    return x.shape[0] // group.size()
 
 
 def all_to_all_rows(

@@ -78,10 +78,11 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, position_ids_BS: Tensor) -> Tensor:
         angles = rotary_angles(position_ids_BS, self.rope_head_dim, self.rope_theta)
+        # First: where other processes want the latents, these travel while the queries are computed.
+        key_BHSN, value_BHSV = self.expand(*self.latent(x_BSD, angles))
         query_BHSN = _split_heads(self.q_proj(x_BSD), self.nope_head_dim + self.rope_head_dim)
         nope_BHSN, rope_BHSN = torch.split(query_BHSN, [self.nope_head_dim, self.rope_head_dim], dim=-1)
         query_BHSN = torch.cat([nope_BHSN, rotate(rope_BHSN, angles, interleaved=True)], dim=-1)
-        key_BHSN, value_BHSV = self.expand(*self.latent(x_BSD, angles))
         attended_BHSV = F.scaled_dot_product_attention(query_BHSN, key_BHSN, value_BHSV, is_causal=True)
         output_BSD: Tensor = self.o_proj(_join_heads(attended_BHSV))
         return output_BSD

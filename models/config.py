@@ -52,6 +52,11 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
 
+    mtp_layers: int = 0
+    """Depths of multi-token prediction: layer k predicts the token k + 1 places on, in training alone."""
+    mtp_loss: float = 0.1
+    """Weight of the mean loss of those depths beside the main one (DeepSeek-V3: 0.3, later 0.1)."""
+
     index_heads: int = 0
     """MLA only: heads of a DSA indexer, which picks the keys that a query attends to; 0: attend to every earlier
     token."""
@@ -80,6 +85,7 @@ class ModelConfig:
                 "Groups are of equal size: choose a divisor."
             )
         self._check_indexer()
+        self._check_multi_token_prediction()
         selectable = self.top_k_groups * self.num_experts // self.num_groups
         if self.top_k > selectable or self.top_k_groups > self.num_groups:
             raise ValueError(
@@ -119,6 +125,15 @@ class ModelConfig:
                     "layer selects the keys that others share."
                 )
 
+    def _check_multi_token_prediction(self) -> None:
+        if self.mtp_layers < 0:
+            raise ValueError(f"mtp_layers({self.mtp_layers}) must be at least 0, which trains the next token alone.")
+        if self.mtp_layers and self.mtp_loss <= 0.0:
+            raise ValueError(
+                f"mtp_loss({self.mtp_loss}) must be above 0 with mtp_layers({self.mtp_layers}). Set mtp_layers=0 to "
+                "train without them."
+            )
+
     @property
     def is_dsa(self) -> bool:
         """Attention sees the keys an indexer picks (DSA), not every earlier token."""
@@ -131,7 +146,7 @@ class ModelConfig:
 
     @property
     def indexer_layers(self) -> tuple[int, ...]:
-        """Layers that own a DSA indexer."""
+        """Layers that own a DSA indexer, those of multi-token prediction left out: each of them does."""
         if not self.is_dsa:
             return ()
         first, every = self.index_skip_first - 1, self.index_every
@@ -143,7 +158,8 @@ class ModelConfig:
         dims = self.index_heads * self.index_head_dim
         one = (self.q_lora or self.hidden) * dims + self.hidden * (self.index_head_dim + self.index_heads)
         layer_norm_of_the_key = 2 * self.index_head_dim
-        return len(self.indexer_layers) * (one + layer_norm_of_the_key)
+        num_indexers = len(self.indexer_layers) + self.mtp_layers * self.is_dsa
+        return num_indexers * (one + layer_norm_of_the_key)
 
     @classmethod
     def resolve(cls, model: "ModelConfig | Mapping[str, Any] | str") -> "ModelConfig":

@@ -70,9 +70,12 @@ class CausalLanguageModel(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, num_tokens = self.loss_and_count(batch)
+        self._log_train_loss(loss, num_tokens)
+        return loss
+
+    def _log_train_loss(self, loss: Tensor, num_tokens: Tensor) -> None:
         self.train_loss(loss.detach(), weight=num_tokens)
         self.log("train_loss", self.train_loss, prog_bar=True, on_step=True, on_epoch=True)
-        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         loss, num_tokens = self.loss_and_count(batch)
@@ -111,7 +114,9 @@ class MoELanguageModel(CausalLanguageModel):
     """The package's own mixture-of-experts transformer.
 
     ``model`` is a preset's name (``glm-5.2``, ``tiny``, ...), a dict of sizes (``preset`` names its base), or
-    a ``ModelConfig``.
+    a ``ModelConfig``. With ``mtp_layers`` it trains multi-token prediction too and logs ``train_mtp_loss``: nats per
+    token of the main loss, the mean of all depths, which enters the loss times ``mtp_loss``. Every other loss that is
+    logged is the main one.
     """
 
     def __init__(
@@ -134,9 +139,28 @@ class MoELanguageModel(CausalLanguageModel):
         # Plain values: a checkpoint must load with torch.load(weights_only=True).
         self.save_hyperparameters({"model": dataclasses.asdict(self.config)})
         self.model = MoETransformer(self.config)
+        if self.config.mtp_layers:
+            with torch.device("cpu"):
+                self.train_mtp_loss = TokenMean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if not self.config.mtp_layers:
+            return super().training_step(batch, batch_idx)
+        targets_BS = _targets(batch)
+        num_tokens = (targets_BS != IGNORE_INDEX).sum()
+        # One divisor for all: the strategy turns a mean over the main loss's tokens into a sum.
+        divisor = num_tokens.clamp(min=1)
+        logits_BSV, losses_M = self.model(batch["input_ids"], batch.get("position_ids"), targets_BS)
+        loss = cross_entropy_sum(logits_BSV.flatten(0, 1), targets_BS.flatten()) / divisor
+        mtp_loss = losses_M.mean() / divisor
+        self._log_train_loss(loss, num_tokens)
+        self.train_mtp_loss(mtp_loss.detach(), weight=num_tokens)
+        self.log("train_mtp_loss", self.train_mtp_loss, on_step=True, on_epoch=True)
+        total: Tensor = loss + self.config.mtp_loss * mtp_loss
+        return total
 
     def loss_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        targets_BS = batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
+        targets_BS = _targets(batch)
         num_tokens = (targets_BS != IGNORE_INDEX).sum()
         loss = cross_entropy_sum(self.logits(batch).flatten(0, 1), targets_BS.flatten())
         return loss / num_tokens.clamp(min=1), num_tokens
@@ -211,6 +235,10 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: float, final_ratio:
         return 1.0
     progress = min(1.0, (step - warmup_steps) / max(1.0, total_steps - warmup_steps))
     return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _targets(batch: Batch) -> Tensor:
+    return batch["shift_labels"] if "shift_labels" in batch else shift_labels(batch["labels"])
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Nothing here knows of ranks, meshes or Lightning: parallelism is attached from outside, to the attention's calls of
 kernels and to the ``experts`` modules.
 
-Shapes: B batch, S sequence (of this process), D hidden, K keys per query (sparse attention), V vocabulary.
+Shapes: B batch, S sequence (of this process), D hidden, K keys per query (sparse attention), V vocabulary, M depths of
+multi-token prediction.
 """
 
 import torch
@@ -11,17 +12,22 @@ from torch import Tensor, nn
 
 from lightning_moe_strategy.models.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from lightning_moe_strategy.models.config import ModelConfig
-from lightning_moe_strategy.models.layers import Embedding, Linear, RMSNorm, SwiGLU
+from lightning_moe_strategy.models.layers import Embedding, RMSNorm, SwiGLU
 from lightning_moe_strategy.models.moe import MixtureOfExperts
+from lightning_moe_strategy.models.multi_token_prediction import Head, MultiTokenPrediction
 from lightning_moe_strategy.models.sparse_attention import SparseLatentAttention
 
 
 class Block(nn.Module):
-    """One layer: attention, then experts or a plain MLP, each on a normalised copy of the residual."""
+    """One layer: attention, then experts or a plain MLP, each on a normalised copy of the residual.
+
+    Layers from ``config.layers`` on are those of multi-token prediction: always with experts, and with an indexer of
+    their own where attention is sparse.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        is_dense = layer < config.dense_first_layers
+        is_dense = layer < min(config.dense_first_layers, config.layers)
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = _attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -50,6 +56,9 @@ class MoETransformer(nn.Module):
 
     ``position_ids_BS`` says where each token stands in its sequence, 0 to S-1 when it is not given; a process
     that holds a part of a sequence passes the positions of that part.
+
+    With ``targets_BS``, what each token is to predict (-100 where nothing), a model with ``mtp_layers`` returns the
+    logits and losses_M: per depth, the sum of ``-log p(target)`` over the tokens that count there, in FP32.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -59,7 +68,11 @@ class MoETransformer(nn.Module):
         block = SparseBlock if config.is_dsa else Block
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = Linear(config.hidden, config.vocab_size)
+        self.mtp_layers = nn.ModuleList(
+            MultiTokenPrediction(config, block(config, config.layers + depth), distance=depth + 1)
+            for depth in range(config.mtp_layers)
+        )
+        self.head = Head(config.hidden, config.vocab_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -67,20 +80,33 @@ class MoETransformer(nn.Module):
         if self.config.tie_embeddings:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids_BS: Tensor, position_ids_BS: Tensor | None = None, targets_BS: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if position_ids_BS is None:
             position_ids_BS = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)[None]
         x_BSD, key_ids_BSK = self.embed(input_ids_BS), None
+        looks_further = targets_BS is not None and bool(self.mtp_layers)
+        embedded_BSD = x_BSD if looks_further else None
         for block in self.layers:
             if self.config.is_dsa:
                 x_BSD, key_ids_BSK = block(x_BSD, position_ids_BS, key_ids_BSK)
             else:
                 x_BSD = block(x_BSD, position_ids_BS)
-        logits_BSV: Tensor = self.head(self.norm(x_BSD))
-        return logits_BSV
+        hidden_BSD = self.norm(x_BSD)
+        if not looks_further:
+            logits_BSV: Tensor = self.head(hidden_BSD)
+            return logits_BSV
+        further, deeper_BSD = [], hidden_BSD
+        for layer in self.mtp_layers:
+            deeper_BSD, further_BS = layer(deeper_BSD, embedded_BSD, targets_BS, position_ids_BS)
+            further.append((deeper_BSD, further_BS))
+        logits_and_losses: tuple[Tensor, Tensor] = self.head(hidden_BSD, further)
+        return logits_and_losses
 
 
 def _attention(config: ModelConfig, layer: int) -> nn.Module:
     if config.is_dsa:
-        return SparseLatentAttention(config, has_indexer=layer in config.indexer_layers)
+        has_indexer = layer in config.indexer_layers or layer >= config.layers
+        return SparseLatentAttention(config, has_indexer=has_indexer)
     return MultiHeadLatentAttention(config) if config.attention == "mla" else GroupedQueryAttention(config)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.moe_blocks import SIZES
+
 VOCABULARY = 97
 
 _SIZES: dict[str, Any] = dict(
@@ -54,13 +56,64 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Changes to the sizes above. Windows are shorter than any sequence of a test; top-k is less than its keys."""
 
+_MLA = {name: size for name, size in _LATENT.items() if name != "num_key_value_heads"}
+_HYBRID: dict[str, Any] = {name: size for name, size in _DELTA.items() if name.startswith("linear_")}
+_HYBRID |= dict(num_hidden_layers=8)
+
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "aria_text": {},
+    "axk1": _MLA,
+    "axk2": _MLA | _INDEXER,
+    "bailing_hybrid": _HYBRID | _MLA,
+    "beam": {},
+    "cohere2_moe": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "deepseek_v2": _MLA | dict(topk_method="greedy"),
+    "dots3_note_text": _MLA,
+    "exaone_moe": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "flex_olmo": {},
+    "flint": {},
+    "gemma4_text": dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, sliding_window=5),
+    "glm4_moe_lite": _MLA,
+    "granitemoe_swa": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "jetmoe": {},
+    "kolibri1": {},
+    "laguna": {},
+    "lara_mini": _HYBRID,
+    "longcat_flash": _MLA,
+    "minimax_m3_vl_text": {},
+    "phimoe": dict(router_jitter_noise=0.0, input_jitter_noise=0.0),
+    "qwen2_moe": {},
+    "solar_open": {},
+}
+"""Changes to the sizes of ``tests.moe_blocks``: families whose gradients are compared at cp 2 only."""
+
+NOT_SPLIT: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {},
+    "granitemoehybrid": dict(mamba_n_heads=4, layer_types=["mamba", "attention"]),
+    "hy_v4": _MLA | _INDEXER,
+    "inkling_text": {},
+    "inkling2_text": {},
+    "inkling2_loop_text": {},
+    "jamba": {},
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "llama4_text": {},
+    "minimax": {},
+    "nemotron_h": {},
+    "zaya": dict(num_experts_per_tok=1, top_k=1),
+}
+"""Families that cp > 1 refuses."""
+
 LINEAR = ("qwen3_next", "qwen3_5_moe_text", "kimi_linear")
 
 
 def make_config(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | changes))
+    sizes = _SIZES | FAMILIES[family] if family in FAMILIES else SIZES | (MORE_FAMILIES | NOT_SPLIT)[family]
+    return AutoConfig.for_model(family, **(sizes | changes))
 
 
 def make_model(family: str, **changes: Any) -> Any:

@@ -77,6 +77,7 @@ def fit(
     *,
     callbacks: tuple[Callback, ...] = (),
     shift: str = "auto",
+    callback_options: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
     **options: Any,
 ) -> tuple[Trainer, LightningModule, KeepGradients]:
@@ -92,7 +93,7 @@ def fit(
             accelerator="cpu",
             devices=torch.distributed.get_world_size(),
             strategy=strategy,
-            callbacks=[keep, ZigZagContextParallel(shift=shift), *callbacks],
+            callbacks=[keep, ZigZagContextParallel(shift=shift, **(callback_options or {})), *callbacks],
             **(QUIET | dict(max_steps=1, use_distributed_sampler=False) | options),
         )
         trainer.fit(model, datamodule=InOrder(make_loader(dp)), ckpt_path=ckpt_path)

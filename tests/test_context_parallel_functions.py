@@ -18,6 +18,7 @@ from lightning_moe_strategy.context_parallel.layout import zigzag
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence
 from lightning_moe_strategy.models.attention import MultiHeadLatentAttention
 from lightning_moe_strategy.models.config import ModelConfig
+from tests.traffic import noted_traffic
 
 
 class Group:
@@ -123,13 +124,10 @@ def latent_attention_errors():
     layout = zigzag(8, 2)
     own = layout.token_ids(cp.rank)
     cp.sequence = LocalSequence(layout=layout, num_tokens=8, position_ids_BL=positions[:, own])
-    channels, original = [], gather.all_gather_in_steps
-    gather.all_gather_in_steps = lambda x, group: (channels.append(x[0, 0].numel()), original(x, group))[1]
-    try:
+    channels = []
+    with noted_traffic(lambda x: channels.append(x[0, 0].numel())):
         out = model.blocks[0](whole[:, own], positions[:, own])
         out.square().sum().backward()
-    finally:
-        gather.all_gather_in_steps = original
     errors = [float((out - expected[:, own]).abs().max())]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         dist.all_reduce(mine.grad)

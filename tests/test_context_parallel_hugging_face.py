@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lightning_moe_strategy.context_parallel import gather, sparse
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.layout import zigzag
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence
 from tests.test_zigzag import LATENT, hugging_face_model
+from tests.traffic import noted_traffic
 
 
 class Group:
@@ -49,23 +49,14 @@ def adapted(kind="qwen3_moe", change=None, group=None):
 def gathered_channels(kind, checkpointed):
     """Channels per token of every all-gather in one forward and backward pass, per layer."""
     channels = []
-    original = gather.all_gather_in_steps
-
-    def spy(x, group):
-        channels.append(x[0, 0].numel())
-        return original(x, group)
-
     model, cp = adapted(kind, group=dist.group.WORLD)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = split_for(cp)
-    gather.all_gather_in_steps = spy
-    try:
+    with noted_traffic(lambda x: channels.append(x[0, 0].numel())):
         out = model(input_ids=ids, labels=ids)
         in_forward = len(channels)
         out.loss.backward()
-    finally:
-        gather.all_gather_in_steps = original
     return channels[:in_forward], channels[in_forward:]
 
 
@@ -242,15 +233,12 @@ def gathered_per_layer():
     model = make_model("glm_moe_dsa")
     cp = ContextParallel(dist.group.WORLD)
     adapt_attention(model, {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}, cp)
-    config, layers, original = model.config, [], sparse.all_gather_natural
+    config, layers = model.config, []
     names = {config.index_head_dim: "index key", config.kv_lora_rank + config.qk_rope_head_dim: "latent"}
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *_: layers.append([]))
-    sparse.all_gather_natural = lambda x, *args: (layers[-1].append(names[x.shape[-1]]), original(x, *args))[1]
-    try:
+    with noted_traffic(lambda x: layers[-1].append(names[x.shape[-1]])):
         model(input_ids=split_for(cp, num_tokens=16))
-    finally:
-        sparse.all_gather_natural = original
     return layers
 
 

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy._torch_compat import OperationMode, tensors_in
 from lightning_moe_strategy.collectives import TwoStepGroup
-from lightning_moe_strategy.context_parallel import gather
 from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.latent import EXPANDED_BYTES, _Call, attend_to_latents
 from lightning_moe_strategy.context_parallel.layout import contiguous, zigzag
 from lightning_moe_strategy.context_parallel.softmax import causal_attention_on_gathered
 from tests.test_context_parallel_softmax import visible
+from tests.traffic import noted_traffic
 
 B, H, N, R, V, C = 2, 5, 8, 4, 7, 6
 SHAPES = ["query", "latent", "rope key", "weight"]
@@ -146,18 +146,16 @@ class Traffic:
 
     def __enter__(self):
         self.gathered, self.reduced = [], []
-        self.originals = gather.all_gather_in_steps, gather.reduce_scatter_in_steps
-        gather.all_gather_in_steps = partial(self.note, self.gathered, self.originals[0])
-        gather.reduce_scatter_in_steps = partial(self.note, self.reduced, self.originals[1])
+        self.noted = noted_traffic(partial(self.note, self.gathered), partial(self.note, self.reduced))
+        self.noted.__enter__()
         return self
 
     def __exit__(self, *error):
-        gather.all_gather_in_steps, gather.reduce_scatter_in_steps = self.originals
+        self.noted.__exit__(*error)
 
     @staticmethod
-    def note(calls, collective, x, group):
+    def note(calls, x):
         calls.append((x.shape[2:].numel(), x.dtype))
-        return collective(x, group)
 
 
 def saved_bytes_and_traffic(checkpointed, reentrant, dtype=torch.float32):

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_moe_strategy._torch_compat import OperationMode
 from lightning_moe_strategy.collectives import TwoStepGroup
 from lightning_moe_strategy.context_parallel import gather, halo
-from lightning_moe_strategy.context_parallel.attention_pieces import _CPU_FLASH, _CUDA_FLASH, _MATH, piece_kernel
 from lightning_moe_strategy.context_parallel.gather import gather_sequence
 from lightning_moe_strategy.context_parallel.layout import Segment, SequenceLayout, contiguous, zigzag
 from lightning_moe_strategy.context_parallel.softmax import causal_attention, causal_attention_on_gathered
+from lightning_moe_strategy.kernels.attention_pieces import _CPU_FLASH, _CUDA_FLASH, _MATH, piece_kernel
 
 TOLERANCE = {
     torch.float64: 1e-13,  # rounding of sums of 40 terms

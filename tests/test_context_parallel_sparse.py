@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy import MoELanguageModel
-from lightning_moe_strategy.context_parallel import gather
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.layout import zigzag
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence
@@ -24,6 +23,7 @@ from lightning_moe_strategy.simulate import simulate
 from lightning_moe_strategy.units import find_blocks
 from tests.modules import VOCABULARY, loader
 from tests.parity import LAYOUTS_OF_4, fit, reference, worst_difference
+from tests.traffic import noted_traffic
 
 # H != S != D; 5 of 16 to 32 keys; the second and the fourth layer share.
 SIZES = {"preset": "tiny-dsa", "vocab_size": VOCABULARY, "hidden": 48, "heads": 3, "index_heads": 12, "index_top_k": 5}
@@ -60,21 +60,19 @@ class Gathers:
 
     def __enter__(self):
         self.gathered, self.reduced, self.reduced_bf16 = [], [], []
-        self.originals = gather.all_gather_in_steps, gather.reduce_scatter_in_steps
-        gather.all_gather_in_steps, gather.reduce_scatter_in_steps = self.gather, self.reduce
+        self.noted = noted_traffic(self.gather, self.reduce)
+        self.noted.__enter__()
         return self
 
     def __exit__(self, *error):
-        gather.all_gather_in_steps, gather.reduce_scatter_in_steps = self.originals
+        self.noted.__exit__(*error)
 
-    def gather(self, x, group):
+    def gather(self, x):
         self.gathered.append((x.shape[-1], x.dtype))
-        return self.originals[0](x, group)
 
-    def reduce(self, x, group):
+    def reduce(self, x):
         self.reduced.append((x.shape[-1], x.dtype))
         self.reduced_bf16.append(torch.equal(x, x.bfloat16().to(x.dtype)))
-        return self.originals[1](x, group)
 
 
 def compare_with_one_process(num_tokens, recompute):

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lightning_moe_strategy.context_parallel.functions import adapt_block
+from lightning_moe_strategy.context_parallel.indexers import is_indexer
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
+from lightning_moe_strategy.context_parallel.ulysses import adapt_by_heads
 
 
 def adapt_attention(root: nn.Module, blocks: Mapping[str, nn.Module], cp: ContextParallel) -> None:
@@ -16,8 +19,11 @@ def adapt_attention(root: nn.Module, blocks: Mapping[str, nn.Module], cp: Contex
     hooks, any other through ``F.scaled_dot_product_attention``. Calling it again (another Trainer, the same
     module) hands over the new ``cp`` and adds nothing. ValueError, naming module and setting, for a model
     that cannot be split exactly.
+
+    With one rank there is nothing to do, but where indexers are trained: the loss is a part of this package's sparse
+    attention, so blocks and Hugging Face models with an indexer get it there too, and nothing else is touched.
     """
-    if cp.degree == 1:
+    if cp.degree == 1 and cp.indexer_loss is None:
         return
     block_of = {module: name for name, block in blocks.items() for module in block.modules()}
     in_hugging_face: set[nn.Module] = set()
@@ -25,9 +31,40 @@ def adapt_attention(root: nn.Module, blocks: Mapping[str, nn.Module], cp: Contex
     if "transformers" in sys.modules:
         in_hugging_face = _adapt_hugging_face_models(root, block_of, cp)
     for name, block in blocks.items():
-        if block not in in_hugging_face:
+        if block not in in_hugging_face and (cp.degree > 1 or _has_indexer(block)):
             adapt_block(block, name, cp)
+    if cp.degree > 1:
+        _adapt_declared_modules(root, blocks, block_of, in_hugging_face, cp)
     cp.expect_every_block_again(tuple(blocks))
+
+
+def _adapt_declared_modules(
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    block_of: Mapping[nn.Module, str],
+    in_hugging_face: set[nn.Module],
+    cp: ContextParallel,
+) -> None:
+    """Modules the user wants to see whole sequences. A declared block needs nothing more: its calls are taken over."""
+    unknown = set(cp.ulysses_modules)
+    for name, module in root.named_modules():
+        patterns = {pattern for pattern in cp.ulysses_modules if fnmatchcase(name, pattern)}
+        if not patterns:
+            continue
+        unknown -= patterns
+        if module in in_hugging_face or module not in block_of:
+            where = "part of a Hugging Face model" if module in in_hugging_face else "in no block"
+            raise ValueError(
+                f"ulysses_modules: {name} ({type(module).__name__}) is {where}. Name blocks (items of a ModuleList) or "
+                "modules in them whose forward takes query, key and value [batch, heads, tokens, channels]."
+            )
+        if name not in blocks:
+            adapt_by_heads(module, name, block_of[module], cp)
+    if unknown:
+        raise ValueError(
+            f"ulysses_modules({sorted(unknown)}) match no module of {type(root).__name__}. Blocks are named "
+            f"{', '.join(list(blocks)[:3])}, ...; a module in one after it, as in {next(iter(blocks))}.attention."
+        )
 
 
 def _adapt_hugging_face_models(
@@ -39,7 +76,13 @@ def _adapt_hugging_face_models(
 
     adapted: set[nn.Module] = set()
     for name, module in root.named_modules():
-        if isinstance(module, PreTrainedModel) and module not in adapted:
+        if not isinstance(module, PreTrainedModel) or module in adapted:
+            continue
+        if cp.degree > 1 or _has_indexer(module):
             adapt_pretrained_model(module, name or type(module).__name__, block_of, cp)
             adapted.update(module.modules())
     return adapted
+
+
+def _has_indexer(module: nn.Module) -> bool:
+    return any(map(is_indexer, module.modules()))

@@ -1,81 +1,41 @@
-"""Attention of one rank's segments of queries, piece by piece, and its backward pass.
+"""Attention of one rank's segments of queries, and its backward pass.
 
-Every piece is one kernel call without a mask; outputs of a query's pieces are merged by their log-sum-exp. Pieces of
-one size (the blocks of a window, documents of equal length) share a call.
+Where there is a kernel for it, a segment is one call (``attend_rows``). Else it is computed piece by piece: every piece
+is one kernel call without a mask; outputs of a query's pieces are merged by their log-sum-exp. Pieces of one size (the
+blocks of a window, documents of equal length) share a call.
 
 Shapes: B batch, L tokens of this rank, S tokens that its queries may see, H query heads, G key heads (G divides H), D
 channels of a query or key head, E channels of a value head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_moe_strategy.context_parallel.attention_pieces import OfRows, PieceKernel, piece_kernel
-from lightning_moe_strategy.context_parallel.layout import Segment
-from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents, Piece, pieces_of_batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What this rank's queries see, and where the keys lie."""
-
-    segments: Sequence[Segment]
-    """Of this rank's queries, in the order it holds them."""
-    documents: Documents = ONE_DOCUMENT
-    window: int | None = None
-    first_keys: Sequence[int] | None = None
-    """Per segment, the place of its first own token among the keys; None: keys are those of the whole sequence."""
-
-    def parts(self) -> "Iterator[_Part]":
-        """Each segment with its pieces."""
-        first_row = 0
-        for index, segment in enumerate(self.segments):
-            first_key = segment.start if self.first_keys is None else self.first_keys[index]
-            pieces = pieces_of_batch(segment, self.documents, self.window)
-            yield _Part(segment, first_row, first_key - segment.start, pieces)
-            first_row += segment.length
-
-
-@dataclass(frozen=True)
-class _Part:
-    segment: Segment
-    first_row: int
-    key_shift: int
-    """What is added to a key's position to find its place."""
-    pieces: list[Piece]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first_row, self.first_row + self.segment.length)
-
-    def rows_of(self, piece: Piece) -> tuple[slice, slice, slice]:
-        """Of a tensor [B, heads, queries of the segment, ...]."""
-        return _index(piece, piece.queries, -self.segment.start)
-
-    def keys_of(self, piece: Piece) -> tuple[slice, slice, slice]:
-        """Of a tensor [B, heads, S, ...]."""
-        return _index(piece, piece.keys, self.key_shift)
-
-    def calls(self) -> Iterator[list[Piece]]:
-        """Pieces that share a kernel call."""
-        for _, alike in groupby(self.pieces, key=lambda piece: piece.queries == piece.keys):
-            yield from (list(group) for _, group in groupby(sorted(alike, key=_by_size), key=lambda piece: piece.size))
+from lightning_moe_strategy.context_parallel.attend_rows import attend_rows, attend_rows_backward
+from lightning_moe_strategy.context_parallel.sight import Part, Sight
+from lightning_moe_strategy.context_parallel.visible import Piece
+from lightning_moe_strategy.kernels.attention import attention_kernel_for
+from lightning_moe_strategy.kernels.attention_pieces import OfRows, PieceKernel
+from lightning_moe_strategy.kernels.attention_rows import RowKernel
 
 
 def attend(
     query_BHLD: Tensor, key_BGSD: Tensor, value_BGSE: Tensor, sight: Sight, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, L, E] and log-sum-exp [B, H, L]."""
-    kernel = piece_kernel(query_BHLD, value_BGSE)
+    kernel = attention_kernel_for(query_BHLD, value_BGSE, sight.kernel, window=sight.window)
     query, key, value = _padded(kernel, query_BHLD, key_BGSD, value_BGSE)
     outs, lses = [], []
     for part in sight.parts():
-        out, lse = _attend_part(kernel, query[:, :, part.rows], key, value, part, scale)
+        queries = query[:, :, part.rows]
+        if isinstance(kernel, RowKernel):
+            out, lse = attend_rows(kernel, queries, key, value, part, scale)
+        else:
+            out, lse = _attend_pieces(kernel, queries, key, value, part, scale)
         outs.append(out.to(query.dtype))
         lses.append(lse)
     return torch.cat(outs, 2)[..., : value_BGSE.shape[-1]], torch.cat(lses, 2)
@@ -86,50 +46,83 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query (its dtype) and of key and value (at least FP32, of this rank's queries only)."""
     grad_out_BHLE, query_BHLD, out_BHLE, lse_BHL = of_rows
-    kernel = piece_kernel(query_BHLD, value_BGSE)
+    kernel = attention_kernel_for(query_BHLD, value_BGSE, sight.kernel, window=sight.window)
     query, key, value = _padded(kernel, query_BHLD, key_BGSD, value_BGSE)
     grad_out, out = (_widened(x, value.shape[-1]) for x in (grad_out_BHLE, out_BHLE))
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_key, grad_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGSD, value_BGSE))
     grad_queries = []
     for part in sight.parts():
-        # The merged log-sum-exp makes each piece's probabilities those of the whole row.
-        rows = tuple(x[:, :, part.rows] for x in (grad_out, query, out, lse_BHL))
-        grad_query = torch.zeros_like(rows[1], dtype=wide)
-        for pieces in part.calls():
-            turned = pieces[0].shape == "from own"
-            stacked = [_stack((x[part.rows_of(piece)] for piece in pieces), turned) for x in rows]
-            keys, values = (_stack((x[part.keys_of(piece)] for piece in pieces), turned) for x in (key, value))
-            is_causal = pieces[0].shape != "all"
-            grads = kernel.backward((stacked[0], stacked[1], stacked[2], stacked[3]), keys, values, is_causal, scale)
-            for piece, grad_q, grad_k, grad_v in zip(
-                pieces, *(_unstack(x, pieces, turned) for x in grads), strict=True
-            ):
-                grad_query[part.rows_of(piece)] += grad_q
-                grad_key[part.keys_of(piece)] += grad_k[..., : grad_key.shape[-1]]
-                grad_value[part.keys_of(piece)] += grad_v[..., : grad_value.shape[-1]]
+        # The merged log-sum-exp makes the probabilities those of the whole row.
+        of_part = (grad_out[:, :, part.rows], query[:, :, part.rows], out[:, :, part.rows], lse_BHL[:, :, part.rows])
+        into = (grad_key, grad_value)
+        if isinstance(kernel, RowKernel):
+            grad_query = attend_rows_backward(kernel, of_part, key, value, part, scale, into)
+        else:
+            grad_query = _attend_pieces_backward(kernel, of_part, key, value, part, scale, into)
         grad_queries.append(grad_query.to(query.dtype))
     return torch.cat(grad_queries, 2)[..., : query_BHLD.shape[-1]], grad_key, grad_value
 
 
-def _attend_part(
-    kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: float
+def _attend_pieces(
+    kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
 ) -> tuple[Tensor, Tensor]:
     merged: tuple[Tensor, Tensor] | None = None
-    for pieces in part.calls():
+    for pieces in _calls(part):
         turned = pieces[0].shape == "from own"
-        queries = _stack((query[part.rows_of(piece)] for piece in pieces), turned)
-        keys, values = (_stack((x[part.keys_of(piece)] for piece in pieces), turned) for x in (key, value))
+        queries = _stack((query[_rows_of(piece, part)] for piece in pieces), turned)
+        keys, values = (_stack((x[_keys_of(piece, part)] for piece in pieces), turned) for x in (key, value))
         out, lse = kernel.forward(queries, keys, values, pieces[0].shape != "all", scale)
         if merged is None and len(part.pieces) == 1:
             return out, lse
         if merged is None:
             merged = _nothing_seen(query, value, lse.dtype)
         for piece, out_piece, lse_piece in zip(pieces, *(_unstack(x, pieces, turned) for x in (out, lse)), strict=True):
-            rows = part.rows_of(piece)
+            rows = _rows_of(piece, part)
             _merge_into(merged[0][rows], merged[1][rows], out_piece, lse_piece)
     assert merged is not None, "every query sees its own key"
     return merged
+
+
+def _attend_pieces_backward(
+    kernel: PieceKernel,
+    of_rows: OfRows,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    scale: float,
+    into: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Gradient of the query, at least FP32; those of keys and values are added to ``into``."""
+    grad_key, grad_value = into
+    grad_query = torch.zeros_like(of_rows[1], dtype=grad_key.dtype)
+    for pieces in _calls(part):
+        turned = pieces[0].shape == "from own"
+        stacked = [_stack((x[_rows_of(piece, part)] for piece in pieces), turned) for x in of_rows]
+        keys, values = (_stack((x[_keys_of(piece, part)] for piece in pieces), turned) for x in (key, value))
+        is_causal = pieces[0].shape != "all"
+        grads = kernel.backward((stacked[0], stacked[1], stacked[2], stacked[3]), keys, values, is_causal, scale)
+        for piece, grad_q, grad_k, grad_v in zip(pieces, *(_unstack(x, pieces, turned) for x in grads), strict=True):
+            grad_query[_rows_of(piece, part)] += grad_q
+            grad_key[_keys_of(piece, part)] += grad_k[..., : grad_key.shape[-1]]
+            grad_value[_keys_of(piece, part)] += grad_v[..., : grad_value.shape[-1]]
+    return grad_query
+
+
+def _calls(part: Part) -> Iterator[list[Piece]]:
+    """Pieces that share a kernel call."""
+    for _, alike in groupby(part.pieces, key=lambda piece: piece.queries == piece.keys):
+        yield from (list(group) for _, group in groupby(sorted(alike, key=_by_size), key=lambda piece: piece.size))
+
+
+def _rows_of(piece: Piece, part: Part) -> tuple[slice, slice, slice]:
+    """Of a tensor [B, heads, queries of the segment, ...]."""
+    return _index(piece, piece.queries, -part.segment.start)
+
+
+def _keys_of(piece: Piece, part: Part) -> tuple[slice, slice, slice]:
+    """Of a tensor [B, heads, S, ...]."""
+    return _index(piece, piece.keys, part.key_shift)
 
 
 def _nothing_seen(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -163,7 +156,9 @@ def _by_size(piece: Piece) -> tuple[str, int, int]:
     return piece.size
 
 
-def _padded(kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(
+    kernel: RowKernel | PieceKernel, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     width_qk, width_v = kernel.head_dims(query.shape[-1], value.shape[-1])
     return _widened(query, width_qk), _widened(key, width_qk), _widened(value, width_v)
 

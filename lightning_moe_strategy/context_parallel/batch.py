@@ -8,14 +8,14 @@ Shapes: B batch, S tokens of the whole sequence, L tokens of this rank (padding 
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_moe_strategy.context_parallel.documents import find_documents, positions_in_documents
-from lightning_moe_strategy.context_parallel.layout import take_segments
+from lightning_moe_strategy.context_parallel.layout import contiguous, take_segments
 from lightning_moe_strategy.context_parallel.padding import LayoutName, filler, share_out
 from lightning_moe_strategy.context_parallel.scope import LocalSequence, Shift
 
@@ -39,6 +39,16 @@ class MicroBatch:
 
     real_tokens_BL: Tensor | None = None
     """Which of this rank's tokens are no padding, the user's or the split's: bool. None when all are."""
+
+    def real_tokens_T(self, num_tokens: int) -> Tensor | None:
+        """Which of ``num_tokens`` tokens that a layer was given are no padding; None when all are, or when they are
+        not the batch's tokens."""
+        real_BL = self.real_tokens_BL
+        if real_BL is None:
+            return None
+        if real_BL.numel() - real_BL.shape[0] == num_tokens:
+            real_BL = real_BL[:, :-1]  # the LightningModule dropped the last token of every row before its model
+        return real_BL.reshape(-1) if real_BL.numel() == num_tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +180,36 @@ def split_items(
         shift=shift,
         shift_labels_BL=shifted_BL if shift == "model" else None,
         attention_mask_BL=local.get("attention_mask"),
+        token_ids_BL=_token_ids(local, fields),
     )
     is_token_L = _is_token(sequence, rank)
+    sequence = replace(
+        sequence, real_tokens_BL=_real_tokens(fields, sequence, is_token_L), has_labels=shifted_BL is not None
+    )
     counts = MicroBatch(
         num_tokens=fields.batch_size * int(is_token_L.sum()),
         num_loss_tokens=None if shifted_BL is None else (shifted_BL != ignore_index).sum(),
-        real_tokens_BL=_real_tokens(fields, sequence, is_token_L),
+        real_tokens_BL=sequence.real_tokens_BL,
     )
     return local, sequence, counts
+
+
+def whole_sequence(items: Mapping[Key, Any], fields: SequenceFields, counts: MicroBatch) -> LocalSequence:
+    """Of a batch that is not split: this rank holds all of it, and whoever shifts the labels may do so."""
+    documents = find_documents(items, batch_size=fields.batch_size, num_tokens=fields.num_tokens)
+    position_ids = items.get("position_ids")
+    if position_ids is None:
+        position_ids = positions_in_documents(documents, fields.batch_size, fields.num_tokens, fields.device)
+    return LocalSequence(
+        layout=contiguous(fields.num_tokens, 1),
+        num_tokens=fields.num_tokens,
+        position_ids_BL=position_ids,
+        documents=documents,
+        shift="model",
+        attention_mask_BL=items.get("attention_mask"),
+        real_tokens_BL=counts.real_tokens_BL,
+        has_labels=counts.num_loss_tokens is not None,
+    )
 
 
 def _is_token(sequence: LocalSequence, rank: int) -> Tensor:
@@ -196,6 +228,11 @@ def _real_tokens(fields: SequenceFields, sequence: LocalSequence, is_token_L: Te
         return mask_BL
     is_token_L = is_token_L.to(fields.device)
     return is_token_L.expand(shape) if mask_BL is None else is_token_L & mask_BL
+
+
+def _token_ids(local: Mapping[Key, Any], fields: SequenceFields) -> Tensor | None:
+    """Of a dict its ``input_ids``, of a tuple its first part."""
+    return next((local[key] for key in ("input_ids", 0) if key in fields.keys and local[key].dim() == 2), None)
 
 
 def _as_bool(mask: Any, shape: tuple[int, int]) -> Tensor | None:

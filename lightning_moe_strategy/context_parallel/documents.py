@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 
-_LENGTHS = re.compile(r"cu_seq_?lens")
-_IDS = re.compile(r"seq_idx|(doc|document|segment|sequence)_ids?$")
+LENGTHS_KEY = re.compile(r"cu_seq_?lens")
+"""Of cumulated lengths, int [n + 1]."""
+IDS_KEY = re.compile(r"seq_idx|(doc|document|segment|sequence)_ids?$")
+"""Of ids of documents [B, S]."""
 
 
 def find_documents(items: Mapping[Any, Any], *, batch_size: int, num_tokens: int) -> Documents:
@@ -29,9 +31,9 @@ def find_documents(items: Mapping[Any, Any], *, batch_size: int, num_tokens: int
     for key, mark in items.items():
         if not isinstance(key, str) or not isinstance(mark, Tensor):
             continue
-        if _LENGTHS.search(key):
+        if LENGTHS_KEY.search(key):
             found[key] = _of_lengths(key, mark, batch_size, num_tokens)
-        elif _IDS.search(key) and mark.shape == (batch_size, num_tokens):
+        elif IDS_KEY.search(key) and mark.shape == (batch_size, num_tokens):
             found[key] = _of_changes(mark[:, 1:] != mark[:, :-1])
     positions = items.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 2:

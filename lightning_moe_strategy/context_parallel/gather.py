@@ -1,7 +1,7 @@
 """A sequence that is spread over the cp ranks, gathered in natural order.
 
 What is gathered travels in its own dtype; the gradient travels back in FP32 (FP64 stays FP64), because it is
-a sum over ranks. Only this file and ``halo`` issue the collectives of attention.
+a sum over ranks. Only this file, ``ahead`` and ``halo`` issue the collectives of attention.
 """
 
 from typing import Any
@@ -33,15 +33,27 @@ def restore_sequence(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGrou
 
 def all_gather_natural(x: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """Every rank's ``x`` along ``dim``, in natural order. Outside of autograd."""
-    delivered = all_gather_in_steps(x.movedim(dim, 0), group)
+    if group.size() == 1:
+        return x
+    return in_natural_order(all_gather_in_steps(x.movedim(dim, 0), group), dim, layout, group)
+
+
+def in_natural_order(delivered: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
+    """What a gather over ``group`` delivers, the sequence along dim 0, in natural order and along ``dim``."""
     return take_segments(delivered, 0, as_delivered(layout, group).natural_in_rank_major).movedim(0, dim)
 
 
 def reduce_scatter_natural(partial: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
     """This rank's tokens of ``partial`` (in natural order) summed over the ranks, at least in FP32."""
+    if group.size() == 1:
+        return partial.to(torch.promote_types(partial.dtype, torch.float32))
+    return reduce_scatter_in_steps(in_pieces(partial, dim, layout, group), group).movedim(0, dim)
+
+
+def in_pieces(partial: Tensor, dim: int, layout: SequenceLayout, group: AnyGroup) -> Tensor:
+    """``partial`` (in natural order along ``dim``), at least in FP32, as a reduce-scatter over ``group`` wants it."""
     wide = partial.to(torch.promote_types(partial.dtype, torch.float32))
-    in_pieces = take_segments(wide.movedim(dim, 0), 0, as_delivered(layout, group).rank_major_in_natural)
-    return reduce_scatter_in_steps(in_pieces, group).movedim(0, dim)
+    return take_segments(wide.movedim(dim, 0), 0, as_delivered(layout, group).rank_major_in_natural)
 
 
 def as_delivered(layout: SequenceLayout, group: AnyGroup) -> SequenceLayout:

@@ -8,11 +8,13 @@ Shapes: B batch, L tokens of this rank, H query heads, G key heads, D and E chan
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,6 +42,7 @@ ATTENTION = "fsdp_cp_ep"
 
 _SITE = "_context_parallel_site"
 _INPUTS = "_context_parallel_inputs"
+_STOCK = "_context_parallel_stock_attention"
 
 
 def adapt_pretrained_model(
@@ -54,6 +57,9 @@ def adapt_pretrained_model(
     refuse_model(model, name)
     # The class, not an instance, carries the registry: every family sees the name.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+    # Of the first call: a second one finds ours.
+    stock = model.__dict__.setdefault(_STOCK, _chosen_attention(model))
+    cp.stock_attention[model] = partial(_with_attention, stock)
     model.set_attn_implementation(ATTENTION)
     for path, module in model.named_modules():
         where = block_of.get(module, f"{name}.{path}" if path else name)
@@ -67,7 +73,8 @@ def adapt_pretrained_model(
         if is_sparse_attention(module):
             adapt_sparse_attention(module, where, cp)
         elif _is_latent_attention(module):
-            adapt_latent_attention(module, "expand_kv", "kv_b_proj", cp)
+            has_window = getattr(module.config, "sliding_window", None) is not None
+            adapt_latent_attention(module, "expand_kv", "kv_b_proj", cp, has_window=has_window)
         elif is_linear_attention(module):
             adapt_linear_attention(module, where, cp)
 
@@ -105,6 +112,9 @@ class _Inputs:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         inputs = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if self.cp.is_off:
+            # With a cache, which changes nothing else, no mask would keep packed documents apart.
+            return (), inputs | ({"use_cache": False} if "use_cache" in self.names else {})
         if isinstance(inputs.get("cache"), _NoCache):
             return (), inputs  # an inner model: its outer one was here
         sequence = self.cp.current
@@ -115,7 +125,7 @@ class _Inputs:
         if "position_ids" in self.names:
             inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
             self.cp.note_positions()
-        if inputs.get("labels") is not None and inputs.get("shift_labels") is None:
+        if inputs.get("labels") is not None and inputs.get("shift_labels") is None and self.cp.degree > 1:
             inputs["shift_labels"] = sequence.shift_labels_BL
         return (), inputs
 
@@ -184,8 +194,31 @@ def _attention(
         out = key.attend(query_BHLD, **sight)
     else:
         assert isinstance(value, Tensor), "one object stands for both"
-        out = causal_attention(query_BHLD, key, value, layout=cp.layout, group=cp.group, **sight)
+        sight |= {"layout": cp.layout, "group": cp.group, "kernel": cp.attention_kernel}
+        out = causal_attention(query_BHLD, key, value, **sight)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chosen_attention(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+    """The attention that the settings of a model, and of the models in it, name."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        configs += [config for config in inner if config is not None]
+    return [(config, config._attn_implementation_internal) for config in configs]
+
+
+@contextmanager
+def _with_attention(chosen: Sequence[tuple[PreTrainedConfig, str]]) -> Generator[None, None, None]:
+    """These choices inside, masks included: they are made for the attention that is named."""
+    ours = [(config, config._attn_implementation_internal) for config, _ in chosen]
+    try:
+        for config, name in chosen:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, name in ours:
+            config._attn_implementation_internal = name
 
 
 def _is_latent_attention(module: nn.Module) -> bool:

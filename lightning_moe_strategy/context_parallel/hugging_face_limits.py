@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from lightning_moe_strategy.context_parallel.hugging_face_linear import is_linear_attention
 from lightning_moe_strategy.context_parallel.hugging_face_sparse import is_sparse_attention
@@ -17,7 +18,7 @@ from lightning_moe_strategy.context_parallel.scope import LocalSequence
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
 
 _AUX_LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
-_LAYERS_WITH_CAUSAL_SOFTMAX = ("full_attention", "attention", "sliding_attention", "indexed_attention")
+LAYERS_WITH_CAUSAL_SOFTMAX = frozenset({"full_attention", "attention", "sliding_attention", "indexed_attention"})
 _UNSUPPORTED_OPTIONS = {
     "indices": "a sparse choice of keys",
     "softcap": "a cap on attention scores",
@@ -27,6 +28,11 @@ _UNSUPPORTED_OPTIONS = {
 
 def refuse_model(model: PreTrainedModel, name: str) -> None:
     """ValueError for a setting of the model that a split sequence would make wrong."""
+    if isinstance(model, MtpModel):
+        raise ValueError(
+            f"{name} (MtpModel) predicts several tokens ahead for generation and shifts its inputs by slices, which a "
+            "rank's part of a sequence makes wrong. Choose cp=1, or train mtp_layers of MoELanguageModel."
+        )
     linear = [module for module in model.modules() if is_linear_attention(module)]
     for config in _configs(model.config):
         _refuse_config(config, f"{name} ({type(config).__name__})", has_linear_attention=bool(linear))
@@ -106,7 +112,7 @@ def refuse_call(
 
 
 def _refuse_config(config: PreTrainedConfig, where: str, *, has_linear_attention: bool) -> None:
-    unsupported = set(getattr(config, "layer_types", None) or ()) - set(_LAYERS_WITH_CAUSAL_SOFTMAX)
+    unsupported = set(getattr(config, "layer_types", None) or ()) - LAYERS_WITH_CAUSAL_SOFTMAX
     if has_linear_attention:
         unsupported.discard("linear_attention")
     if unsupported:
@@ -130,7 +136,8 @@ def _refuse_aux_loss(config: PreTrainedConfig, where: str) -> None:
         if coefficient > 0.0:
             raise ValueError(
                 f"{where} adds a router loss ({name}={coefficient} with output_router_logits=True), whose statistic "
-                f"over a part of the sequence is not a part of the statistic. Set output_router_logits=False."
+                f"over a part of the sequence is not a part of the statistic. Set output_router_logits=False and "
+                f"FSDPCPEPStrategy(batch_balance_loss=...), which is exact: {name} * top_k / layers weighs as much."
             )
 
 

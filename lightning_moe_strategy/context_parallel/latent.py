@@ -16,18 +16,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy.collectives import AnyGroup
-from lightning_moe_strategy.context_parallel.attend import Sight, attend, attend_backward
-from lightning_moe_strategy.context_parallel.attention_pieces import OfRows
+from lightning_moe_strategy.context_parallel.ahead import GatheredAhead
+from lightning_moe_strategy.context_parallel.attend import attend, attend_backward
+from lightning_moe_strategy.context_parallel.compiled import KINDS, GraphCall, GraphKind, attend_in_graph
 from lightning_moe_strategy.context_parallel.gather import gathered_should_be_kept
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.sight import Sight
 from lightning_moe_strategy.context_parallel.softmax import (
     Keys,
     check_sight,
     keys_in_sight,
     sinks_gradient,
+    whole_sequence_in_sight,
     with_sinks,
 )
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
+from lightning_moe_strategy.kernels.attention import AttentionKernelName
+from lightning_moe_strategy.kernels.attention_pieces import OfRows
 
 EXPANDED_BYTES = 2**30
 """Of the keys and values that are expanded at a time, unless one head's are more; in the backward pass their gradients,
@@ -47,6 +52,8 @@ def attend_to_latents(
     documents: Documents = ONE_DOCUMENT,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    ahead: GatheredAhead | None = None,
+    kernel: AttentionKernelName = "auto",
     expanded_bytes: int = EXPANDED_BYTES,
 ) -> Tensor:
     """Attention of this rank's queries to every token of their document up to their own: [B, H, L, V].
@@ -54,21 +61,48 @@ def attend_to_latents(
     ``up_weight`` [H * (N + V), C] maps a latent to each head's key without position and its value. Latents and rope
     keys are gathered together, in one dtype, in the forward and again in the backward pass; inside an activation
     recompute, which is followed by its backward pass at once, the gathered ones are kept instead. Their gradient is
-    summed over the heads and reduce-scattered in FP32. ``scale`` (``X ** -0.5``), ``window`` and ``sinks_H`` are those
-    of ``causal_attention``.
+    summed over the heads and reduce-scattered in FP32. ``scale`` (``X ** -0.5``), ``window``, ``sinks_H`` and
+    ``kernel`` are those of ``causal_attention``. ``ahead``: what ``gather_latents_ahead`` made of the same latents and
+    rope keys; with it a window, too, reads the whole sequence.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or tokens that are not this rank's.
     """
     query, latent, rope_key, weight = _as_linear_would_cast(query_BHLX, latent_BLC, rope_key_BLR, up_weight)
+    rope_key = rope_key.to(latent.dtype)
     _check(query, latent, rope_key, weight)
     check_sight(query, documents, window, sinks_H)
-    keys, sight = keys_in_sight(layout.for_local_length(query.shape[2]), group, documents, window)
+    local = layout.for_local_length(query.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if torch.compiler.is_compiling():
+        call = GraphCall(
+            layout=local,
+            group=group,
+            scale=scale,
+            documents=documents,
+            window=window,
+            kernel=kernel,
+            expanded_bytes=expanded_bytes,
+        )
+        return attend_in_graph("latents", query, torch.cat([latent, rope_key], dim=-1), weight, sinks_H, call)
+    if ahead is None:
+        keys, sight = keys_in_sight(local, group, documents, window, kernel)
+        latents = torch.cat([latent, rope_key], dim=-1)
+    else:
+        keys, sight = whole_sequence_in_sight(local, group, documents, window, kernel)
+        latents = ahead.local
     attended: Tensor = _AttendToLatents.apply(  # type: ignore[no-untyped-call]
-        query, torch.cat([latent, rope_key], dim=-1), weight, sinks_H, _Call(keys, sight, scale, expanded_bytes)
+        query, latents, weight, sinks_H, _Call(keys, sight, scale, expanded_bytes), ahead
     )
     return attended
+
+
+def gather_latents_ahead(
+    latent_BLC: Tensor, rope_key_BLR: Tensor, *, layout: SequenceLayout, group: AnyGroup
+) -> GatheredAhead:
+    """Start what ``attend_to_latents`` gathers, before there are queries."""
+    latent, rope_key = _as_linear_would_cast(latent_BLC, rope_key_BLR)
+    return GatheredAhead(torch.cat([latent, rope_key.to(latent.dtype)], dim=-1), 1, layout, group)
 
 
 @dataclass(frozen=True)
@@ -97,9 +131,15 @@ class _Call:
 class _AttendToLatents(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, latents: Tensor, weight: Tensor, sinks_H: Tensor | None, call: _Call
+        ctx: Any,
+        query: Tensor,
+        latents: Tensor,
+        weight: Tensor,
+        sinks_H: Tensor | None,
+        call: _Call,
+        ahead: GatheredAhead | None,
     ) -> Tensor:
-        latents_BSM = call.gather(latents)
+        latents_BSM = call.gather(latents) if ahead is None else ahead.gathered().contiguous()
         weight_HUC = weight.view(query.shape[1], -1, weight.shape[1])
         parts = [
             _attend_with(query[:, heads], latents_BSM, weight_HUC[heads], call)
@@ -110,7 +150,7 @@ class _AttendToLatents(torch.autograd.Function):
             out, lse = with_sinks(out, lse, sinks_H)
         ctx.is_gathered = gathered_should_be_kept()
         ctx.save_for_backward(query, latents_BSM if ctx.is_gathered else latents, weight, out, lse, sinks_H)
-        ctx.call = call
+        ctx.call, ctx.way_back = call, None if ahead is None else ahead.way_back
         return out
 
     @staticmethod
@@ -129,10 +169,26 @@ class _AttendToLatents(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 grad_weights.append(_grad_weight(grad_up, latents_BSM, weight.shape[1]))
             del grad_up
-        grad_latents = call.keys.reduce(grad_latents_BSM, 1).to(query.dtype)
+        if ctx.way_back is not None and ctx.needs_input_grad[1]:
+            grad_latents = ctx.way_back.start(grad_latents_BSM, query.dtype)
+        else:
+            grad_latents = call.keys.reduce(grad_latents_BSM, 1).to(query.dtype)
         grad_weight = torch.cat(grad_weights) if grad_weights else None
         grad_sinks = None if sinks_H is None else sinks_gradient(grad_out, out, lse, sinks_H)
-        return torch.cat(grad_queries, 1), grad_latents, grad_weight, grad_sinks, None
+        return torch.cat(grad_queries, 1), grad_latents, grad_weight, grad_sinks, None, None
+
+
+def _arguments(call: GraphCall) -> dict[str, Any]:
+    keys, sight = keys_in_sight(call.layout, call.group, call.documents, call.window, call.kernel)
+    return {"call": _Call(keys, sight, call.scale, call.expanded_bytes), "way_back": None}
+
+
+def _value_channels(query: Tensor, latents: Tensor, weight: Tensor) -> int:
+    nope = query.shape[-1] - (latents.shape[-1] - weight.shape[1])
+    return weight.shape[0] // query.shape[1] - nope
+
+
+KINDS["latents"] = GraphKind(_AttendToLatents, _arguments, _value_channels)
 
 
 # The keys and values of some heads live in these two functions and no longer: those of the next are expanded after.
@@ -180,14 +236,12 @@ def _expand(latents_BSM: Tensor, weight_JUC: Tensor, key_channels: int) -> tuple
     return torch.cat([nope_BJSN, rope_BJSR], dim=-1), value_BJSV
 
 
-def _as_linear_would_cast(
-    query: Tensor, latent: Tensor, rope_key: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    device = query.device.type
+def _as_linear_would_cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return query, latent, rope_key.to(latent.dtype), weight
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), latent.to(dtype), rope_key.to(dtype), weight.to(dtype)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _check(query: Tensor, latent: Tensor, rope_key: Tensor, weight: Tensor) -> None:

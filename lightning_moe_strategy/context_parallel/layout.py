@@ -50,6 +50,8 @@ class SequenceLayout:
                     "Segments must cover the sequence without gap or overlap."
                 )
             next_token = segment.end
+        # torch.compile cannot take the lock of a cached property: these are there before it asks for them.
+        _ = self.num_tokens, self.tail_tokens_per_rank and self._without_tail
 
     @property
     def degree(self) -> int:

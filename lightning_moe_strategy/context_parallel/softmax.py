@@ -1,14 +1,15 @@
 """Causal softmax attention over a sequence that is spread over the cp ranks.
 
 Every rank gathers the keys and values that its own queries see and attends with those queries. What a segment of
-queries sees (its document, a window) is cut into pieces, each of them one kernel call without a mask, whose outputs are
-merged by their log-sum-exp. No mask is ever built, and any kernel that returns a log-sum-exp will do.
+queries sees (its document, a window) is one call of a kernel that knows it, or is cut into pieces, each of them one
+kernel call without a mask, whose outputs are merged by their log-sum-exp. No mask is ever built, and any kernel that
+returns a log-sum-exp will do.
 
 Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, H query heads, G key heads (G divides
 H), D channels of a query or key head, E channels of a value head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy.collectives import AnyGroup
-from lightning_moe_strategy.context_parallel.attend import Sight, attend, attend_backward
+from lightning_moe_strategy.context_parallel.attend import attend, attend_backward
+from lightning_moe_strategy.context_parallel.compiled import KINDS, GraphCall, GraphKind, attend_in_graph
 from lightning_moe_strategy.context_parallel.gather import (
     all_gather_natural,
     gathered_should_be_kept,
@@ -24,7 +26,9 @@ from lightning_moe_strategy.context_parallel.gather import (
 )
 from lightning_moe_strategy.context_parallel.halo import Halo
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.sight import Sight
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
+from lightning_moe_strategy.kernels.attention import AttentionKernelName
 
 
 def causal_attention(
@@ -38,6 +42,7 @@ def causal_attention(
     documents: Documents = ONE_DOCUMENT,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    kernel: AttentionKernelName = "auto",
 ) -> Tensor:
     """Attention of this rank's queries to every token of their document up to their own: [B, H, L, E].
 
@@ -49,6 +54,7 @@ def causal_attention(
 
     ``window``: of those tokens the last so many, the own one included; where no segment is shorter than that, only the
     tails of the segments are gathered. ``sinks_H``: a score per head that takes part in the softmax and has no value.
+    ``kernel``: see ``kernels.attention.attention_kernel_for``.
     """
     query, key, value = _as_sdpa_would_cast(query_BHLD, key_BGLD, value_BGLE)
     _check(query, key, value, documents, window, sinks_H)
@@ -57,7 +63,12 @@ def causal_attention(
             f"query has {query.shape[2]} tokens and key {key.shape[2]}: causal_attention wants this rank's "
             "keys and gathers them itself. Cross attention cannot be split along the sequence."
         )
-    keys, sight = keys_in_sight(layout.for_local_length(query.shape[2]), group, documents, window)
+    local = layout.for_local_length(query.shape[2])
+    if torch.compiler.is_compiling():
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        call = GraphCall(layout=local, group=group, scale=scale, documents=documents, window=window, kernel=kernel)
+        return attend_in_graph("keys and values", query, key, value, sinks_H, call)
+    keys, sight = keys_in_sight(local, group, documents, window, kernel)
     return _attended(query, key, value, sinks_H, keys, sight, scale)
 
 
@@ -72,6 +83,7 @@ def causal_attention_on_gathered(
     documents: Documents = ONE_DOCUMENT,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    kernel: AttentionKernelName = "auto",
 ) -> Tensor:
     """The same for keys and values of the whole sequence, in natural order: [B, H, L, E].
 
@@ -87,19 +99,35 @@ def causal_attention_on_gathered(
             f"key has {key.shape[2]} tokens; the whole sequence of {query.shape[2]} tokens on each of the "
             f"{local.degree} cp ranks has {local.num_tokens}. Gather what the keys are made of first."
         )
-    sight = Sight(segments=local.segments[rank], documents=documents, window=window)
+    sight = Sight(segments=local.segments[rank], documents=documents, window=window, kernel=kernel)
     return _attended(query, key, value, sinks_H, _Gathered(), sight, scale)
 
 
 def keys_in_sight(
-    layout: SequenceLayout, group: AnyGroup, documents: Documents, window: int | None
+    layout: SequenceLayout,
+    group: AnyGroup,
+    documents: Documents,
+    window: int | None,
+    kernel: AttentionKernelName = "auto",
 ) -> "tuple[Keys, Sight]":
     """Where the keys of this rank's queries come from, and what of them the queries see."""
-    segments = layout.segments[group.rank()]
+    whole, sight = whole_sequence_in_sight(layout, group, documents, window, kernel)
     if window is not None and Halo.fits(layout, window - 1):
         halo = Halo(layout, group, window - 1)
-        return halo, Sight(segments=segments, documents=documents, window=window, first_keys=halo.first_keys)
-    return _WholeSequence(layout, group), Sight(segments=segments, documents=documents, window=window)
+        return halo, replace(sight, first_keys=halo.first_keys)
+    return whole, sight
+
+
+def whole_sequence_in_sight(
+    layout: SequenceLayout,
+    group: AnyGroup,
+    documents: Documents,
+    window: int | None,
+    kernel: AttentionKernelName = "auto",
+) -> "tuple[Keys, Sight]":
+    """The same where the whole sequence is gathered, whatever the window."""
+    segments = layout.segments[group.rank()]
+    return _WholeSequence(layout, group), Sight(segments=segments, documents=documents, window=window, kernel=kernel)
 
 
 def _attended(
@@ -175,6 +203,14 @@ class _Attend(torch.autograd.Function):
         grad_key, grad_value = (ctx.keys.reduce(grad, 2).to(query.dtype) for grad in partial)
         grad_sinks = None if sinks_H is None else sinks_gradient(grad_out, out, lse, sinks_H)
         return grad_query, grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _arguments(call: GraphCall) -> dict[str, Any]:
+    keys, sight = keys_in_sight(call.layout, call.group, call.documents, call.window, call.kernel)
+    return {"keys": keys, "sight": sight, "scale": call.scale}
+
+
+KINDS["keys and values"] = GraphKind(_Attend, _arguments, lambda query, key, value: value.shape[-1])
 
 
 def with_sinks(out_BHLE: Tensor, lse_BHL: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:

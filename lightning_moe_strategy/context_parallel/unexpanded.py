@@ -11,25 +11,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_moe_strategy.context_parallel.gather import gather_sequence
-from lightning_moe_strategy.context_parallel.latent import attend_to_latents
+from lightning_moe_strategy.context_parallel.latent import attend_to_latents, gather_latents_ahead
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.context_parallel.softmax import causal_attention_on_gathered
 from lightning_moe_strategy.context_parallel.visible import Documents
 
 
-def adapt_latent_attention(module: nn.Module, expand: str, projection: str, cp: ContextParallel) -> None:
+def adapt_latent_attention(
+    module: nn.Module, expand: str, projection: str, cp: ContextParallel, *, has_window: bool = False
+) -> None:
     """Let ``module`` hand on ``KeysOfSequence``. A second call only hands over the new ``cp``.
 
     ``expand`` names its method, of latents [B, (1,) L, C] and rope keys [B, 1, L, R]; ``projection`` the linear map in
-    it, from C channels to those of all heads, each a key without position and a value.
+    it, from C channels to those of all heads, each a key without position and a value. Latents travel from where
+    ``expand`` is called to where the attention is: behind the queries of ours. Hugging Face's modules compute queries
+    first and expand last, so that theirs are waited for at once. Nor do those travel ahead of which a window
+    (``has_window``) needs the tails of segments only.
     """
     stand_in = module.__dict__.get(expand)
     if not isinstance(stand_in, _Expand):
         stand_in = module.__dict__[expand] = _Expand(getattr(module, expand), module, projection)
-    stand_in.cp = cp
+    stand_in.cp, stand_in.has_window = cp, has_window
 
 
 class KeysOfSequence(ABC):
@@ -61,14 +67,19 @@ class KeysOfSequence(ABC):
 
 
 class _Latents(KeysOfSequence):
-    """Of this rank; gathered and expanded where they are attended to, a few heads at a time."""
+    """Of this rank, on their way to the others from now on; a few heads at a time are expanded for the attention."""
 
-    def __init__(self, latent_BLC: Tensor, rope_key_BLR: Tensor, up_weight: Tensor, cp: ContextParallel) -> None:
+    def __init__(
+        self, latent_BLC: Tensor, rope_key_BLR: Tensor, up_weight: Tensor, cp: ContextParallel, *, ahead: bool
+    ) -> None:
         super().__init__(cp)
         self.latents = latent_BLC, rope_key_BLR, up_weight
+        self.ahead = gather_latents_ahead(*self.latents[:2], layout=cp.layout, group=cp.group) if ahead else None
 
     def attend(self, query_BHLX: Tensor, **options: Any) -> Tensor:
-        return attend_to_latents(query_BHLX, *self.latents, layout=self.cp.layout, group=self.cp.group, **options)
+        ahead, self.ahead = self.ahead, None
+        options |= {"layout": self.cp.layout, "group": self.cp.group, "kernel": self.cp.attention_kernel}
+        return attend_to_latents(query_BHLX, *self.latents, ahead=ahead, **options)
 
 
 class _Expanded(KeysOfSequence):
@@ -79,9 +90,8 @@ class _Expanded(KeysOfSequence):
         self.expanded = key_BHSX, value_BHSV
 
     def attend(self, query_BHLX: Tensor, **options: Any) -> Tensor:
-        return causal_attention_on_gathered(
-            query_BHLX, *self.expanded, layout=self.cp.layout, rank=self.cp.rank, **options
-        )
+        options |= {"layout": self.cp.layout, "rank": self.cp.rank, "kernel": self.cp.attention_kernel}
+        return causal_attention_on_gathered(query_BHLX, *self.expanded, **options)
 
 
 class _Expand:
@@ -93,16 +103,22 @@ class _Expand:
     """
 
     cp: ContextParallel
+    has_window: bool
 
     def __init__(self, expand: Callable[..., tuple[Tensor, Tensor]], module: nn.Module, projection: str) -> None:
         self.expand, self.module, self.projection = expand, module, projection
 
-    def __call__(self, latent: Tensor, rope_key_B1LR: Tensor) -> tuple[KeysOfSequence, KeysOfSequence]:
+    def __call__(
+        self, latent: Tensor, rope_key_B1LR: Tensor
+    ) -> tuple[KeysOfSequence, KeysOfSequence] | tuple[Tensor, Tensor]:
+        if self.cp.is_off:
+            return self.expand(latent, rope_key_B1LR)
         projection = getattr(self.module, self.projection)
         keys: KeysOfSequence
         if is_its_weight(projection):
             latent_BLC = latent.flatten(1, -2)
-            keys = _Latents(latent_BLC, rope_key_B1LR[:, 0], projection.weight, self.cp)
+            ahead = not self.has_window and not torch.compiler.is_compiling()
+            keys = _Latents(latent_BLC, rope_key_B1LR[:, 0], projection.weight, self.cp, ahead=ahead)
         else:
             layout, group = self.cp.layout, self.cp.group
             latent_S = gather_sequence(latent, latent.dim() - 2, layout, group)

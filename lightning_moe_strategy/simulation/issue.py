@@ -20,11 +20,24 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicate:
-    """A collective: FSDP's own run beside compute, the others in its place."""
+    """A collective: FSDP's own run beside compute, and those that attention starts ahead; the others in its place."""
 
     phase: str
     moment: int
     collective: Collective
+    number: int | None = None
+    """Names one that is started ahead, for what waits for it."""
+    follows: int | None = None
+    """The number of the one whose result this one moves on: the first of two steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadWait:
+    """Compute needs what a collective that was started ahead brings."""
+
+    phase: str
+    moment: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,4 +69,4 @@ class PhaseEnd:
     moment: int
 
 
-Issue = Compute | Communicate | GatherWait | ReductionWait | PhaseEnd
+Issue = Compute | Communicate | AheadWait | GatherWait | ReductionWait | PhaseEnd

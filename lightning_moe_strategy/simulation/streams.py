@@ -1,6 +1,8 @@
 """The work of a step and what waits for what, as FSDP2 arranges it on a GPU's streams (torch 2.13, ``_fully_shard``).
 
-* Compute, and the collectives of attention and experts, run one after the other: the program.
+* Compute, and the collectives of attention and experts, run one after the other: the program. What attention starts
+  ahead begins there, runs beside it and is waited for where it is read; of two steps the second starts when the first
+  has ended.
 * Gathers have a stream of their own. One starts when it is issued: the host runs ahead of the GPU, but counts of rows
   stop it in every layer that dispatches; and buffers of gathers are few, so that a gather issued after a unit was
   waited for starts after that unit's weights are copied out (in a forward pass, after those of the unit before).
@@ -16,7 +18,15 @@ from lightning_moe_strategy.plan.layout import Group
 from lightning_moe_strategy.plan.time import INDEXER_RATE, SPARSE_ATTENTION_RATE
 from lightning_moe_strategy.simulation.arithmetic import ComputeKind
 from lightning_moe_strategy.simulation.communication import Collective
-from lightning_moe_strategy.simulation.issue import Communicate, Compute, GatherWait, Issue, PhaseEnd, ReductionWait
+from lightning_moe_strategy.simulation.issue import (
+    AheadWait,
+    Communicate,
+    Compute,
+    GatherWait,
+    Issue,
+    PhaseEnd,
+    ReductionWait,
+)
 from lightning_moe_strategy.simulation.schedule import Lane, Task
 
 # As shares of the linear layers' rate: what the planner takes for dense and for sparse attention.
@@ -70,6 +80,8 @@ class _Streams:
         self._kept: int | None = None
         """The last copy out of a gathered buffer that is kept."""
         self._pending: dict[str, int] = {}
+        self._ahead: dict[int, int] = {}
+        """By number, the last transfer of what attention started ahead."""
 
     def add(self, issue: Issue) -> None:
         if isinstance(issue, Compute):
@@ -77,6 +89,8 @@ class _Streams:
             self._run(issue, seconds=issue.flops / rate, lane="compute", name=issue.module, amount=issue.flops)
         elif isinstance(issue, Communicate):
             self._communicate(issue)
+        elif isinstance(issue, AheadWait):
+            self._run(issue, self._ahead.pop(issue.number, None))
         elif isinstance(issue, GatherWait):
             self._run(issue, self._pending.pop(issue.unit, None))
             self._free(issue.is_kept)
@@ -97,7 +111,10 @@ class _Streams:
 
     def _communicate(self, issue: Communicate) -> None:
         collective = issue.collective
-        if collective.unit is None:
+        if issue.number is not None:
+            before = None if issue.follows is None else self._ahead[issue.follows]
+            self._ahead[issue.number] = self._transfer(issue, self._program, before)
+        elif collective.unit is None:
             self._program = self._transfer(issue, self._program, is_program=True)
             if collective.is_read_by_host:
                 self._host = self._program

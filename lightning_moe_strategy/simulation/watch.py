@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_moe_strategy._torch_compat import (
     OperationMode,
+    is_asynchronous,
     max_held_reductions,
     pending_gather,
     sharded_gradients,
@@ -16,11 +17,20 @@ from lightning_moe_strategy._torch_compat import (
     watched_units,
     whole_gradients,
 )
+from lightning_moe_strategy.collectives import observed_waits
 from lightning_moe_strategy.expert_parallel.experts import routing_observers
 from lightning_moe_strategy.placement import Placement
 from lightning_moe_strategy.simulation.arithmetic import ArithmeticWatch, compute_kind
-from lightning_moe_strategy.simulation.communication import CommunicationWatch, axes_of_groups
-from lightning_moe_strategy.simulation.issue import Communicate, Compute, GatherWait, Issue, PhaseEnd, ReductionWait
+from lightning_moe_strategy.simulation.communication import Collective, CommunicationWatch, axes_of_groups
+from lightning_moe_strategy.simulation.issue import (
+    AheadWait,
+    Communicate,
+    Compute,
+    GatherWait,
+    Issue,
+    PhaseEnd,
+    ReductionWait,
+)
 from lightning_moe_strategy.simulation.memory import MemoryWatch, Phase
 from lightning_moe_strategy.simulation.places import Places
 
@@ -39,6 +49,8 @@ class StepWatch(OperationMode):
         self.issues: list[Issue] = []
         """What the step handed to the GPU, in order."""
         self._experts = tuple(placement.experts.values())
+        self._ahead: dict[int, int] = {}
+        """By the id of the result, the number of a collective that was started ahead."""
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operation(*args, **kwargs)
@@ -49,9 +61,7 @@ class StepWatch(OperationMode):
             self.memory.row_counts |= {rows.shape[0] for rows in args[:2] if rows.dim() == 2}
         collective = self.communication.observe(operation, args)
         if collective is not None:
-            self.issues.append(
-                Communicate(phase=self.arithmetic.phase, moment=self.memory.moment, collective=collective)
-            )
+            self.issues.append(self._communication(collective, args))
             return result
         module = self.places.current
         phase, flops = self.arithmetic.observe(operation, args, kwargs, result, module)
@@ -59,6 +69,22 @@ class StepWatch(OperationMode):
             kind = compute_kind(operation)
             self.issues.append(Compute(phase=phase, moment=self.memory.moment, module=module, kind=kind, flops=flops))
         return result
+
+    def _communication(self, collective: Collective, args: tuple[Any, ...]) -> Communicate:
+        phase, moment = self.arithmetic.phase, self.memory.moment
+        is_of_sequence = collective.unit is None and collective.name in ("all_gather", "reduce_scatter")
+        if not is_of_sequence or not is_asynchronous(args):
+            return Communicate(phase=phase, moment=moment, collective=collective)
+        result, source = args[:2]
+        number = self._ahead[id(result)] = len(self.issues)
+        follows = self._ahead.get(id(source))
+        return Communicate(phase=phase, moment=moment, collective=collective, number=number, follows=follows)
+
+    def _note_wait(self, result: Tensor) -> None:
+        number = self._ahead.pop(id(result), None)
+        if number is not None:
+            phase = self.arithmetic.phase
+            self.issues.append(AheadWait(phase=phase, moment=self.memory.moment, number=number))
 
     @contextmanager
     def opened(
@@ -73,7 +99,8 @@ class StepWatch(OperationMode):
         for experts in self._experts:
             routing_observers(experts).append(self._note_rows)
         try:
-            with watched_units(self._around), self.memory.opened(), self.places.opened(), self:
+            waits = observed_waits(self._note_wait)
+            with watched_units(self._around), waits, self.memory.opened(), self.places.opened(), self:
                 self.memory.adopt(parameters, "parameters")
                 self.memory.adopt((parameter.grad for parameter in parameters), "gradients")
                 self.memory.adopt(optimizer_state, "optimizer")

@@ -32,6 +32,8 @@ class PieceKernel:
     head_dims: Callable[[int, int], tuple[int, int]]
     """The head dims (D, E) it wants for given ones; what is added must be zero."""
 
+    name: str = "pieces"
+
 
 def piece_kernel(query: Tensor, value: Tensor) -> PieceKernel:
     """The kernel for tensors like these."""
