@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_moe_strategy.kernels.on_cuda import FLOATS, triton_on_cuda
+
 
 class Routing(NamedTuple):
     """The sort of T*K slots by expert. Stable: within an expert, rows keep the order (token, k)."""
@@ -20,6 +22,7 @@ class Routing(NamedTuple):
     """End of each expert's rows: expert e owns rows ``offsets_E[e - 1]`` to ``offsets_E[e] - 1``."""
 
 
+@triton_on_cuda("triton_routing")
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Routing:
     """Rows of every expert side by side, without reading anything on the host.
 
@@ -59,7 +62,15 @@ def sum_rows(rows_RD: Tensor, token_of_row_R: Tensor, row_of_slot_TK: Tensor) ->
     return y_TD
 
 
-def _sum_in_order(rows_RD: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+@triton_on_cuda("triton_rows")
+def spread_rows(x_TD: Tensor, token_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """`gather_rows` without a gradient."""
+    return x_TD.index_select(0, token_of_row_R)
+
+
+@triton_on_cuda("triton_rows", dtypes=FLOATS)
+def add_rows(rows_RD: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """`sum_rows` without a gradient."""
     first, *others = row_of_slot_TK.unbind(1)
     first_TD = rows_RD.index_select(0, first)
     if not others:
@@ -75,21 +86,20 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_slot_TK)
-        return x_TD.index_select(0, token_of_row_R)
+        return spread_rows(x_TD, token_of_row_R, row_of_slot_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (row_of_slot_TK,) = ctx.saved_tensors
-        return _sum_in_order(grad_RD, row_of_slot_TK), None, None
+        return add_rows(grad_RD, row_of_slot_TK), None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, token_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_of_row_R)
-        return _sum_in_order(rows_RD, row_of_slot_TK)
+        ctx.save_for_backward(token_of_row_R, row_of_slot_TK)
+        return add_rows(rows_RD, row_of_slot_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
-        (token_of_row_R,) = ctx.saved_tensors
-        return grad_TD.index_select(0, token_of_row_R), None, None
+        return spread_rows(grad_TD, *ctx.saved_tensors), None, None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
+from lightning_moe_strategy.kernels.router import choose_experts
 from lightning_moe_strategy.kernels.routing import gather_rows, sort_by_expert, sum_rows
 from lightning_moe_strategy.models.config import ModelConfig
 from lightning_moe_strategy.models.layers import INITIAL_STD, SwiGLU
@@ -40,26 +41,17 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TE = F.linear(x_TD.float(), self.weight.float())
-        scores_TE = logits_TE.softmax(dim=-1) if self.scoring == "softmax" else logits_TE.sigmoid()
-        expert_ids_TK = self._select(scores_TE.detach())
-        weights_TK = scores_TE.gather(1, expert_ids_TK)
-        if self.normalize_top_k:
-            # All sigmoid scores of a token can underflow together; softmax sums are never near this.
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-        return logits_TE, weights_TK * self.routed_scaling, expert_ids_TK
-
-    def _select(self, scores_TE: Tensor) -> Tensor:
-        """The chosen experts; the bias and the groups act here and never reach the weights."""
-        if self.balance_bias is not None:
-            scores_TE = scores_TE + self.balance_bias.float()
-        if self.top_k_groups < self.num_groups:
-            scores_TGE = scores_TE.view(-1, self.num_groups, scores_TE.shape[1] // self.num_groups)
-            # A group is as good as its two best experts together (DeepSeek-V3).
-            group_scores_TG = scores_TGE.topk(min(2, scores_TGE.shape[-1]), dim=-1).values.sum(dim=-1)
-            chosen_groups = group_scores_TG.topk(self.top_k_groups, dim=-1).indices
-            closed_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter(1, chosen_groups, False)
-            scores_TE = scores_TGE.masked_fill(closed_TG[..., None], float("-inf")).flatten(1)
-        return scores_TE.topk(self.top_k, dim=-1).indices
+        weights_TK, expert_ids_TK = choose_experts(
+            logits_TE,
+            self.balance_bias,
+            top_k=self.top_k,
+            scoring=self.scoring,
+            normalize_top_k=self.normalize_top_k,
+            routed_scaling=self.routed_scaling,
+            num_groups=self.num_groups,
+            top_k_groups=self.top_k_groups,
+        )
+        return logits_TE, weights_TK, expert_ids_TK
 
 
 class Experts(nn.Module):
