@@ -20,6 +20,7 @@ from lightning_moe_strategy.callbacks.expert_load_report import (
     load_table,
     summarize,
 )
+from lightning_moe_strategy.callbacks.moved_experts import MovedExperts
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
 
@@ -56,7 +57,9 @@ class ExpertLoadMonitor(Callback):
 
     * ``skew``, ``skew_worst_layer``: over experts, mean of the layers and the worst of them;
     * ``rank_skew``, ``rank_skew_worst_layer``: over the ranks of ep, whose slowest the step waits for;
-    * ``dead_experts``: experts, of all layers, that no token chose.
+    * ``dead_experts``: experts, of all layers, that no token chose;
+    * under ``balance="redundant"``, of each layer and micro-batch: ``rank_skew_at_home`` and ``rank_skew_computed``,
+      over the ranks of ep with every expert at home and as it was, and the number of ``moved_experts``.
 
     Training figures are of the tokens since the last figures; the progress bar shows the first as ``skew``.
 
@@ -78,6 +81,7 @@ class ExpertLoadMonitor(Callback):
         self.last_tokens: Tokens = {}
         self._metrics: dict[str, dict[str, TokensPerExpert]] = {}
         self._observers: list[tuple[list[RoutingObserver], RoutingObserver]] = []
+        self._moved: MovedExperts | None = None
         self._ep = 1
         self._logged_step = 0
 
@@ -102,19 +106,24 @@ class ExpertLoadMonitor(Callback):
             return
         if self.last_skew is None:
             self._log_train_figures(trainer)
-        layers = layer_loads(self._summed("train"), self._ep)
+        layers, moved = layer_loads(self._summed("train"), self._ep), self._moved
+        assert moved is not None
+        moved.take_figures("train", trainer.strategy.root_device)
         # log_dir is a broadcast: every rank asks for it.
         directory = trainer.log_dir or trainer.default_root_dir
         if self.plot and trainer.is_global_zero:
             Path(directory).mkdir(parents=True, exist_ok=True)
             draw_heat_map(layers, Path(directory) / "expert_load.png")
-            Console().print(load_table(layers))
+            Console().print(load_table(layers, caption=moved.summary("train")))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note_moved("train")
         self._start_counting(trainer, "validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            self._note_moved("sanity_check")
+        else:
             self._log_evaluation(trainer, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,7 +135,7 @@ class ExpertLoadMonitor(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for observers, observer in self._observers:
             observers.remove(observer)
-        self._observers, self._metrics = [], {}
+        self._observers, self._metrics, self._moved = [], {}, None
 
     def tokens_on_this_rank(self, stage: str) -> Tokens:
         """Tokens per expert by layer that this rank routed in ``stage`` ("train", "validate", "test") so far."""
@@ -142,6 +151,7 @@ class ExpertLoadMonitor(Callback):
         self._metrics[stage] = {
             name: TokensPerExpert(int(module.num_experts)).to(strategy.root_device) for name, module in experts.items()
         }
+        self._moved = self._moved or MovedExperts(experts)
         if not self._observers:
             self._observers = [
                 (routing_observers(module), self._observer(trainer, name)) for name, module in experts.items()
@@ -153,10 +163,15 @@ class ExpertLoadMonitor(Callback):
         def observe(expert_ids_TK: Tensor) -> None:
             stage = trainer.state.stage
             if stage is not None and stage.value in self._metrics:
-                real_T = _real_tokens(trainer, num_tokens=expert_ids_TK.shape[0])
+                micro_batch: MicroBatch | None = getattr(trainer.strategy, "micro_batch", None)
+                real_T = None if micro_batch is None else micro_batch.real_tokens_T(expert_ids_TK.shape[0])
                 self._metrics[stage.value][name].update(expert_ids_TK, real_T)
 
         return observe
+
+    def _note_moved(self, stage: str) -> None:
+        if self._moved is not None:
+            self._moved.note(stage)
 
     def _summed(self, stage: str) -> Tokens:
         """Tokens per expert by layer over all ranks: one all-reduce for all layers."""
@@ -180,23 +195,14 @@ class ExpertLoadMonitor(Callback):
             self._log(trainer, stage, self._summed(stage))
 
     def _log(self, trainer: Trainer, stage: str, tokens: Tokens) -> dict[str, float]:
+        assert self._moved is not None
         figures = summarize(layer_loads(tokens, self._ep))
+        figures |= self._moved.take_figures(stage, trainer.strategy.root_device)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"expert_load/{stage}/{name}": figure for name, figure in figures.items()}, step=trainer.global_step
             )
         return figures
-
-
-def _real_tokens(trainer: Trainer, num_tokens: int) -> Tensor | None:
-    """Which of the routed tokens are no padding; None when all are, or when they are not the batch's tokens."""
-    micro_batch: MicroBatch | None = getattr(trainer.strategy, "micro_batch", None)
-    real_BL = None if micro_batch is None else micro_batch.real_tokens_BL
-    if real_BL is None:
-        return None
-    if real_BL.numel() - real_BL.shape[0] == num_tokens:
-        real_BL = real_BL[:, :-1]  # the LightningModule dropped the last token of every row before its model
-    return real_BL.reshape(-1) if real_BL.numel() == num_tokens else None
 
 
 def _log_every_n_steps(trainer: Trainer) -> int:

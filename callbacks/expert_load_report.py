@@ -66,11 +66,11 @@ def summarize(layers: Sequence[LayerLoad]) -> dict[str, float]:
     }
 
 
-def load_table(layers: Sequence[LayerLoad]) -> Table:
+def load_table(layers: Sequence[LayerLoad], *, caption: str | None = None) -> Table:
     """The layers with the highest skew, in the order of the model, and the mean over all."""
     worst = sorted(layers, key=lambda layer: layer.expert_skew, reverse=True)[:MAX_TABLE_LAYERS]
     title = "Expert load" if len(worst) == len(layers) else f"Expert load, {len(worst)} worst of {len(layers)} layers"
-    table = Table(title=title)
+    table = Table(title=title, caption=caption)
     table.add_column("layer")
     for header in ("rows", "skew", f"skew of ep={layers[0].ep}", "dead", "busiest"):
         table.add_column(header, justify="right", no_wrap=True)

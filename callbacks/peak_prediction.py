@@ -98,6 +98,8 @@ def plan_run(
     """
     if placement.precision != "bf16-mixed":
         raise CannotPlan(f"the planner counts precision 'bf16-mixed', and this run has {placement.precision!r}.")
+    if placement.max_imbalance is not None:
+        raise CannotPlan("the planner counts no weights of experts that balance='redundant' sends to other ranks.")
     if not batch[0] * batch[1]:
         raise CannotPlan("the batch has no sequences whose tokens could be counted.")
     dims = placement.dims
@@ -109,8 +111,10 @@ def plan_run(
         context=batch[1] * dims.cp,
         micro_batch=batch[0],
         recompute=placement.recompute,
-        dispatcher="all_to_all",
+        dispatcher="all_gather" if placement.dispatcher == "all_gather" else "all_to_all",
         balance="balanced",
+        ep_chunks=placement.chunking.chunks,
+        ep_chunk_bytes=placement.chunking.max_bytes,
         optimizer=_optimizer(optimizers),
         fa4_pr_2816=True,
         achieved_flops=cluster.achieved_flops,

@@ -40,11 +40,16 @@ def choose_experts(
         selection_TE = selection_TE + balance_bias_E.float()
     if top_k_groups < num_groups:
         selection_TE = _close_groups(selection_TE, num_groups, top_k_groups)
-    expert_ids_TK = selection_TE.topk(top_k, dim=-1).indices
+    expert_ids_TK = best_experts(selection_TE, top_k)
     weights_TK = scores_TE.gather(1, expert_ids_TK)
     if normalize_top_k:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return weights_TK * routed_scaling, expert_ids_TK
+
+
+def best_experts(selection_TE: Tensor, top_k: int) -> Tensor:
+    """expert_ids_TK"""
+    return selection_TE.topk(top_k, dim=-1).indices
 
 
 def _close_groups(selection_TE: Tensor, num_groups: int, top_k_groups: int) -> Tensor:

@@ -35,7 +35,8 @@ def _spread_kernel(
     x_TD = tl.load(x_ptr + tokens_T[:, None].to(tl.int64) * num_channels + channels_D[None, :], mask=is_inside_TD)
     for k in tl.static_range(K):
         rows_T = tl.load(row_of_slot_ptr + tokens_T * K + k, mask=is_token_T, other=0).to(tl.int64)
-        tl.store(rows_ptr + rows_T[:, None] * num_channels + channels_D[None, :], x_TD, mask=is_inside_TD)
+        is_row_TD = is_inside_TD & (rows_T >= 0)[:, None]  # of ragged rows, some slots have none
+        tl.store(rows_ptr + rows_T[:, None] * num_channels + channels_D[None, :], x_TD, mask=is_row_TD)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -56,7 +57,8 @@ def _add_kernel(
     y_TD = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.static_range(K):
         rows_T = tl.load(row_of_slot_ptr + tokens_T * K + k, mask=is_token_T, other=0).to(tl.int64)
-        rows_TD = tl.load(rows_ptr + rows_T[:, None] * num_channels + channels_D[None, :], mask=is_inside_TD)
+        is_row_TD = is_inside_TD & (rows_T >= 0)[:, None]
+        rows_TD = tl.load(rows_ptr + rows_T[:, None] * num_channels + channels_D[None, :], mask=is_row_TD, other=0.0)
         y_TD += rows_TD.to(tl.float32)
     places_TD = tokens_T[:, None].to(tl.int64) * num_channels + channels_D[None, :]
     tl.store(y_ptr + places_TD, y_TD.to(y_ptr.dtype.element_ty), mask=is_inside_TD)
@@ -79,6 +81,16 @@ def add_rows(rows_RD: Tensor, row_of_slot_TK: Tensor) -> Tensor:
     grid, blocks = _tiles(*y_TD.shape)
     _add_kernel[grid](rows_RD.contiguous(), row_of_slot_TK.contiguous(), y_TD, *y_TD.shape, K=top_k, **blocks)
     return y_TD
+
+
+def spread_ragged_rows(x_TD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """See `ragged_rows.spread_ragged_rows`."""
+    return spread_rows(x_TD, slot_of_row_R, row_of_slot_TK)
+
+
+def add_ragged_rows(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """See `ragged_rows.add_ragged_rows`."""
+    return add_rows(rows_RD, row_of_slot_TK)
 
 
 def _tiles(num_tokens: int, num_channels: int) -> tuple[tuple[int, int], dict[str, int]]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
     from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
     from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
+    from lightning_moe_strategy.expert_parallel.registry import register_dispatcher
     from lightning_moe_strategy.models.config import ModelConfig
     from lightning_moe_strategy.models.data import TextDataModule
     from lightning_moe_strategy.models.lightning_module import HFCausalLM, MoELanguageModel
@@ -35,6 +36,7 @@ __all__ = [
     "ThroughputMonitor",
     "ZigZagContextParallel",
     "__version__",
+    "register_dispatcher",
 ]
 
 _HOME = {
@@ -49,6 +51,7 @@ _HOME = {
     "TextDataModule": "models.data",
     "ThroughputMonitor": "callbacks.throughput",
     "ZigZagContextParallel": "callbacks.zigzag",
+    "register_dispatcher": "expert_parallel.registry",
 }
 
 

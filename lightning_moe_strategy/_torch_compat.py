@@ -134,6 +134,19 @@ def group_of_collective(args: tuple[Any, ...]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(boxed)
 
 
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. Seen in torch 2.11-2.13."""
+    resolve: Callable[[Any], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
+
+
+def is_asynchronous(args: tuple[Any, ...]) -> bool:
+    """Whether a ``c10d`` operation with these arguments is waited for later: it is unless it says no, and what is said
+    by default is left out. Seen in torch 2.11-2.13.
+    """
+    return not any(argument is False for argument in args)
+
+
 @contextmanager
 def fake_world(world_size: int, rank: int) -> Generator[None, None, None]:
     """A process group of ``world_size`` ranks that are not there: collectives return at once. Seen in 2.11-2.13."""
@@ -206,6 +219,12 @@ def saved_tensors_hook() -> Callable[..., Any] | None:
 def in_checkpointed_region() -> bool:
     """True where non-reentrant activation checkpointing drops what is saved, or just made it again."""
     return getattr(saved_tensors_hook(), "__module__", None) == "torch.utils.checkpoint"
+
+
+def unseen_by_function_modes() -> AbstractContextManager[None]:
+    """What is called inside does not reach a ``TorchFunctionMode`` around it. Seen in torch 2.11-2.13."""
+    without: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return without
 
 
 def assert_later(condition: Tensor, message: str) -> None:

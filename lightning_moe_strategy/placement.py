@@ -12,22 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_moe_strategy import _torch_compat
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
+from lightning_moe_strategy.context_parallel.indexers import train_indexers
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.expert_parallel.dispatch import (
-    AllToAllDispatcher,
-    AssumedRouting,
-    EPDispatcher,
-    LocalDispatcher,
-)
+from lightning_moe_strategy.expert_parallel.chunks import Chunking
+from lightning_moe_strategy.expert_parallel.dispatch import AssumedRouting, EPDispatcher
 from lightning_moe_strategy.expert_parallel.experts import attach
+from lightning_moe_strategy.expert_parallel.redundant import RedundantDispatcher
+from lightning_moe_strategy.expert_parallel.registry import make_dispatcher
 from lightning_moe_strategy.initialization import materialize
 from lightning_moe_strategy.mesh import (
     DenseMeshes,
     ExpertMeshes,
-    ParallelDims,
     ResolvedDims,
     build_expert_meshes,
 )
@@ -42,8 +41,6 @@ _ATTRIBUTE = "_fsdp_cp_ep_placement"
 class Placement:
     """How one module lies on the ranks. It stays with the module: a second Trainer finds it there."""
 
-    requested: ParallelDims
-    """As the user gave the degrees."""
     dims: ResolvedDims
     dense: DenseMeshes
     context_parallel: ContextParallel
@@ -55,8 +52,16 @@ class Placement:
     """What is gathered and freed together, in the order of ``named_modules``; the root first."""
     precision: str = ""
     """The name the module was sharded with."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """As the user gave them, by name."""
     recompute: Recompute = "none"
     """What the backward pass computes again."""
+    chunking: Chunking = Chunking()
+    """How many of a layer's tokens go through its experts at a time."""
+    max_imbalance: float | None = None
+    """Rows of the busiest rank of ep over the mean, above which experts move to others. None: they stay at home."""
+    dispatcher: str = "auto"
+    """What brings tokens to their experts, by its name in the registry."""
     assumed_routing: AssumedRouting | None = None
     """For a simulation: where tokens go, when they have no values that say so."""
 
@@ -64,6 +69,28 @@ class Placement:
 def placement_of(module: nn.Module) -> Placement | None:
     """The placement of a module that ``place`` has sharded."""
     return getattr(module, _ATTRIBUTE, None)
+
+
+def require_same_settings(module: nn.Module, placement: Placement, settings: Mapping[str, object]) -> None:
+    """For a module that an earlier Trainer has sharded.
+
+    Raises:
+        RuntimeError: parts of it were built anew since.
+        ValueError: this Trainer asks for other settings.
+    """
+    is_sharded = isinstance(module, FSDPModule)
+    if any(isinstance(parameter, DTensor) != is_sharded for parameter in module.parameters()):
+        raise RuntimeError(
+            "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
+            "validate, test and predict: return early in it when the model exists."
+        )
+    before = placement.settings
+    changed = [f"{name} {before[name]!r}, now {asked!r}" for name, asked in settings.items() if before[name] != asked]
+    if changed:
+        raise ValueError(
+            f"The model was sharded by an earlier Trainer with {'; '.join(changed)}. Use the same, or build the model "
+            "anew."
+        )
 
 
 def common_num_experts(experts: Mapping[str, nn.Module]) -> int | None:
@@ -88,7 +115,8 @@ def place(
     all ranks, is for what was built on the meta device; everything else starts as it is on rank 0.
 
     Raises:
-        ValueError: the model's attention cannot be split exactly under cp, or it recomputes its blocks itself.
+        ValueError: the model's attention cannot be split exactly under cp, it recomputes its blocks itself, or it has
+            no indexer and one is to be trained.
         RuntimeError: a tensor on the meta device has no initialiser and no checkpoint will give its value.
     """
     adapt_and_shard(module, placement, device=device, timeout=timeout, compute_dtype=compute_dtype)
@@ -112,13 +140,16 @@ def adapt_and_shard(
 ) -> None:
     """All of ``place`` that needs no values: what is on the meta device stays there."""
     dims, dense, blocks = placement.dims, placement.dense, find_blocks(module)
-    if dims.cp > 1:
+    trains_indexers = placement.context_parallel.indexer_loss is not None
+    if trains_indexers:
+        train_indexers(module)
+    if dims.cp > 1 or trains_indexers:
         adapt_attention(module, blocks, placement.context_parallel)
     placement.expert = expert = build_expert_meshes(dims, device.type, timeout)
     for experts in placement.experts.values():
-        attach(experts, _dispatcher(experts, expert, placement.assumed_routing))
+        attach(experts, _dispatcher(experts, expert, placement), placement.chunking)
     if placement.recompute == "block":
-        recompute_blocks(module, blocks, placement.experts)
+        recompute_blocks(module, blocks, placement.experts, indexers_are_trained=trains_indexers)
     synchronize_initial_state(module, device)
     # Under one dtype for all, a router needs no gather of its own.
     placement.units = plan_units(module, placement.experts, separate_routers=compute_dtype is not None)
@@ -133,12 +164,12 @@ def finish(module: nn.Module, placement: Placement) -> None:
     object.__setattr__(module, _ATTRIBUTE, placement)
 
 
-def _dispatcher(experts: nn.Module, expert: ExpertMeshes, assumed_routing: AssumedRouting | None) -> EPDispatcher:
+def _dispatcher(experts: nn.Module, expert: ExpertMeshes, placement: Placement) -> EPDispatcher:
     group: dist.ProcessGroup = expert.ep_mesh.get_group()
     num_experts = _num_experts(experts)
-    if group.size() == 1:
-        return LocalDispatcher(num_experts)
-    return AllToAllDispatcher(num_experts, group, assumed_routing)
+    if placement.max_imbalance is not None and group.size() > 1:
+        return RedundantDispatcher(num_experts, group, placement.assumed_routing, max_imbalance=placement.max_imbalance)
+    return make_dispatcher(placement.dispatcher, num_experts, group, placement.assumed_routing)
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -2,10 +2,11 @@
 
 Routing is not computed again. A router's logits, what it picks from them and the split sizes of the all-to-all are
 those of the first pass, so a rounding difference in the second one cannot send a token elsewhere. Kept per token and
-sparse block, beside the block's input: ``4 * E + 12 * K`` bytes.
+sparse block, beside the block's input: ``4 * E + 12 * K`` bytes, and ``4 * K`` more where ep > 1.
 
 Nor are keys selected again: the ids an indexer has picked (int32) are kept as they are, in one tensor that the blocks
-which share them hold as their input. A replay runs no part of an indexer and gathers none of its keys.
+which share them hold as their input. A replay runs no part of an indexer and gathers none of its keys. Where indexers
+are trained, it computes what the loss reads, and still selects nothing.
 
 Shapes: T tokens, E experts, K experts per token, D hidden size.
 """
@@ -20,18 +21,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy._torch_compat import OperationMode, copy_tensors, is_same_state, random_state
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, SplitMemory
+from lightning_moe_strategy.context_parallel.indexers import choice_is, is_indexer
 from lightning_moe_strategy.expert_parallel.experts import dispatcher_of
+from lightning_moe_strategy.expert_parallel.splits import RemembersSplits, SplitMemory
 from lightning_moe_strategy.models.sparse_attention import Indexer
 from lightning_moe_strategy.units import find_routers
 
 Recompute = Literal["none", "block"]
 
-# Of transformers, those that return ids and nothing else, without a gradient: a replay can do without all they save.
-_HUGGING_FACE_INDEXERS = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
 
-
-def recompute_blocks(root: nn.Module, blocks: Mapping[str, nn.Module], experts: Mapping[str, nn.Module]) -> None:
+def recompute_blocks(
+    root: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    experts: Mapping[str, nn.Module],
+    *,
+    indexers_are_trained: bool = False,
+) -> None:
     """Recompute every block of ``root`` in its backward pass. In place, once, after the experts have dispatchers.
 
     Only the blocks' own forward changes: hooks, FSDP's among them, stay outside, and whatever is wrapped around that
@@ -50,7 +55,8 @@ def recompute_blocks(root: nn.Module, blocks: Mapping[str, nn.Module], experts: 
             router_shapes=frozenset((shape[1], shape[0]) for shape in weights if len(shape) == 2),
             nums_experts=frozenset(_num_experts(module) for module in inside),
         )
-        indexers = [_SelectingOnce.wrap(module) for module in block.modules() if _is_indexer(module)]
+        found = [module for module in block.modules() if is_indexer(module)]
+        indexers = [_SelectingOnce.wrap(module, is_trained=indexers_are_trained) for module in found]
         block.__dict__["forward"] = _RecomputedForward(block.forward, routing, inside, indexers)
 
 
@@ -70,9 +76,9 @@ class _RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        dispatchers = [dispatcher_of(module) for module in self.experts]
+        dispatchers: list[object] = [dispatcher_of(module) for module in self.experts]
         call = _BlockCall(
-            self.routing, [d for d in dispatchers if isinstance(d, AllToAllDispatcher)], indexers=self.indexers
+            self.routing, [d for d in dispatchers if isinstance(d, RemembersSplits)], indexers=self.indexers
         )
         return checkpoint(
             partial(self.forward, **kwargs),
@@ -87,7 +93,7 @@ class _BlockCall:
     """What one call of a block keeps from its first pass for the replays."""
 
     def __init__(
-        self, routing: "_RoutingOps", dispatchers: list[AllToAllDispatcher], *, indexers: "list[_SelectingOnce]"
+        self, routing: "_RoutingOps", dispatchers: list[RemembersSplits], *, indexers: "list[_SelectingOnce]"
     ) -> None:
         self.routing, self.dispatchers, self.indexers = routing, dispatchers, indexers
         self.results: list[Any] = []
@@ -139,8 +145,8 @@ class _BlockCall:
 class _SelectingOnce:
     """An indexer's forward: it selects in the first pass through its block, and a replay is given the same tensors."""
 
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        self.forward = forward
+    def __init__(self, forward: Callable[..., Tensor], *, is_trained: bool) -> None:
+        self.forward, self.is_trained = forward, is_trained
         self.selected: list[Tensor] | None = None
         """None outside of both passes: without gradients nothing is kept."""
         self.routed: list[Any] = []
@@ -148,20 +154,43 @@ class _SelectingOnce:
         update_wrapper(self, forward, updated=())
 
     @classmethod
-    def wrap(cls, indexer: nn.Module) -> "_SelectingOnce":
-        wrapper = indexer.__dict__["forward"] = cls(indexer.forward)
+    def wrap(cls, indexer: nn.Module, *, is_trained: bool) -> "_SelectingOnce":
+        wrapper = indexer.__dict__["forward"] = cls(indexer.forward, is_trained=is_trained)
+        if isinstance(indexer, Indexer):
+            indexer.__dict__["key"] = wrapper.in_first_pass(indexer.key)
         return wrapper
+
+    def in_first_pass(self, key: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """``key`` without its products among the routing; a replay, which selects nothing, makes and gathers none."""
+
+        def made_once(x: Tensor, *args: Any) -> Tensor:
+            if self.replayed is not None and not self.is_trained:
+                return x.new_empty(0)
+            if self.replayed is not None:
+                with choice_is(x.new_empty(0)):  # which one, ``forward`` is told
+                    return key(x, *args)
+            num_routed = len(self.routed)
+            made = key(x, *args)
+            if self.selected is not None and not self.is_trained:
+                del self.routed[num_routed:]
+            return made
+
+        return made_once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.replayed is not None:
             replayed: Tensor = _next_kept(self.replayed, "select_keys")
+            if self.is_trained:
+                with choice_is(replayed):
+                    self.forward(*args, **kwargs)
             return replayed
         num_routed = len(self.routed)
         key_ids = self.forward(*args, **kwargs)
         if self.selected is not None:
             self.selected.append(key_ids)
             # A product in there that looks like a router's was kept by its shape; no replay would come for it.
-            del self.routed[num_routed:]
+            if not self.is_trained:
+                del self.routed[num_routed:]
         return key_ids
 
     @contextmanager
@@ -275,10 +304,6 @@ def _generators() -> list[torch.Generator]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
-
-
-def _is_indexer(module: nn.Module) -> bool:
-    return isinstance(module, Indexer) or type(module).__name__ in _HUGGING_FACE_INDEXERS
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -22,14 +22,17 @@ from lightning_moe_strategy.context_parallel.batch import (
     find_sequences,
     refuse_what_cannot_be_split,
     split_items,
+    whole_sequence,
 )
+from lightning_moe_strategy.context_parallel.indexers import IndexerLoss
 from lightning_moe_strategy.context_parallel.scope import ContextParallel, Shift
 from lightning_moe_strategy.expert_parallel.assumed_routing import (
     RecordedTokens,
     RoutingName,
     routing_by_layer,
 )
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher
+from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
+from lightning_moe_strategy.expert_parallel.dispatch import SpreadDispatcher
 from lightning_moe_strategy.expert_parallel.experts import dispatcher_of, find_experts, require_experts
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
 from lightning_moe_strategy.placement import Placement, adapt_and_shard, common_num_experts
@@ -60,6 +63,11 @@ def simulate(
     rank: int = 0,
     precision: PrecisionName = "bf16-mixed",
     recompute: Recompute = "none",
+    indexer_loss_weight: float = 0.0,
+    ep_chunks: EPChunks = "none",
+    ep_chunk_bytes: int | None = None,
+    dispatcher: str = "auto",
+    max_imbalance: float | None = None,
     routing: RoutingName | RecordedTokens = "balanced",
     shift: Shift = "none",
     accelerator: Literal["gpu", "cpu"] = "gpu",
@@ -75,6 +83,7 @@ def simulate(
     experts modules (``ExpertLoadMonitor.last_tokens``), of which the proportions count. ``accelerator``: ``"cpu"`` is
     a run on gloo, where weights are gathered asynchronously (one gathered copy fewer in the forward pass) and kernels
     work through blocks. ``cluster`` says how fast its GPUs and links are; without one there are no seconds.
+    ``max_imbalance``: a number is that of ``balance="redundant"``; None leaves every expert at home.
     ``clip_gradients(optimizer)`` is called before each optimizer's step.
 
     Raises:
@@ -82,24 +91,27 @@ def simulate(
         RuntimeError: a process group exists already; or the model reads values of tensors, which are not there.
     """
     _check(world_size, rank, precision, recompute, routing)
-    if dist.is_initialized():
-        raise RuntimeError("simulate() makes a process group of its own and one exists: call it in a fresh process.")
     with _torch_compat.fake_world(world_size, rank):
         with torch.device("meta"):
             module = make_module()
-        placement = _place_on_meta(module, dims, world_size, local_world_size, precision, recompute, routing)
+        placement = _place_on_meta(
+            module,
+            dims,
+            world_size,
+            local_world_size,
+            precision,
+            recompute,
+            routing,
+            indexer_loss=IndexerLoss(indexer_loss_weight) if indexer_loss_weight else None,
+            chunking=Chunking(chunks=ep_chunks, max_bytes=ep_chunk_bytes),
+            dispatcher=dispatcher,
+            max_imbalance=max_imbalance,
+        )
         local_batch, micro_batch = _local_part(batch, placement, shift)
         with _torch_compat.fake_tensors(), GroupedProducts(), kernels_of(accelerator), values_explained(module):
             for_gpu = accelerator == "gpu"
             step = Step(module, placement, local_batch, micro_batch, for_gpu=for_gpu, clip_gradients=clip_gradients)
-            if not for_gpu and step.prefetch.units:
-                _torch_compat.set_asynchronous_unshard(step.prefetch.units[""], True)
-            step.run(None)
-            gc.collect()
-            watch = StepWatch(placement, reductions_are_copied=accelerator == "cpu")
-            with step.watched(watch):
-                resident_bytes = watch.memory.num_bytes
-                step.run(watch)
+            watch, resident_bytes = _second_step(step, placement, for_gpu=for_gpu)
         return report(
             watch,
             dims=placement.dims,
@@ -108,11 +120,22 @@ def simulate(
             recompute=recompute,
             resident_bytes=resident_bytes,
             cluster=cluster,
-            timeline=None
-            if cluster is None
-            else _timeline(watch, placement.dims, cluster, _tokens_per_gpu(batch, placement)),
+            timeline=_timeline(watch, placement.dims, cluster, _tokens_per_gpu(batch, placement)),
             notes=() if step.optimizer.note is None else (step.optimizer.note,),
         )
+
+
+def _second_step(step: Step, placement: Placement, *, for_gpu: bool) -> tuple[StepWatch, int]:
+    """What is seen of a step that finds gradients, optimizer state and prefetches in place, and the bytes before it."""
+    if not for_gpu and step.prefetch.units:
+        _torch_compat.set_asynchronous_unshard(step.prefetch.units[""], True)
+    step.run(None)
+    gc.collect()
+    watch = StepWatch(placement, reductions_are_copied=not for_gpu)
+    with step.watched(watch):
+        resident_bytes = watch.memory.num_bytes
+        step.run(watch)
+    return watch, resident_bytes
 
 
 def _place_on_meta(
@@ -123,6 +146,11 @@ def _place_on_meta(
     precision: PrecisionName,
     recompute: Recompute,
     routing: RoutingName | RecordedTokens,
+    *,
+    indexer_loss: IndexerLoss | None,
+    chunking: Chunking,
+    dispatcher: str,
+    max_imbalance: float | None,
 ) -> Placement:
     experts = find_experts(module)
     dims = requested.resolve(world_size, local_world_size=local_world_size, num_experts=common_num_experts(experts))
@@ -132,13 +160,15 @@ def _place_on_meta(
             parameter.data = parameter.data.to(torch.bfloat16)
     dense = build_dense_meshes(dims, "cpu", _TIMEOUT)
     placement = Placement(
-        requested=requested,
         dims=dims,
         dense=dense,
-        context_parallel=ContextParallel(dense.cp_group),
+        context_parallel=ContextParallel(dense.cp_group, indexer_loss),
         experts=experts,
         precision=precision,
         recompute=recompute,
+        chunking=chunking,
+        dispatcher=dispatcher,
+        max_imbalance=max_imbalance,
         assumed_routing=routing if isinstance(routing, str) else "balanced",
     )
     compute_dtype = None if precision == "32-true" else torch.bfloat16
@@ -155,7 +185,7 @@ def _follow(tokens: RecordedTokens, experts: Mapping[str, nn.Module]) -> None:
     by_layer = routing_by_layer(tokens, num_experts)
     for name, module in experts.items():
         dispatcher = dispatcher_of(module)
-        if isinstance(dispatcher, AllToAllDispatcher):
+        if isinstance(dispatcher, SpreadDispatcher):
             dispatcher.assumed_routing = by_layer[name]
 
 
@@ -167,7 +197,10 @@ def _local_part(
     items: dict[Key, Any] = {key: item for key, item in batch.items()}
     fields = find_sequences(items, sequence_keys=None, labels_key=None)
     if cp.degree == 1:
-        return dict(batch), count_whole(items, fields, shift, _IGNORE_INDEX)
+        micro_batch = count_whole(items, fields, shift, _IGNORE_INDEX)
+        if cp.indexer_loss is not None:
+            cp.sequence = whole_sequence(items, fields, micro_batch)
+        return dict(batch), micro_batch
     refuse_what_cannot_be_split(items, fields, shift=shift, degree=cp.degree, ignore_index=_IGNORE_INDEX)
     local, cp.sequence, micro_batch = split_items(
         items,
@@ -187,8 +220,10 @@ def _tokens_per_gpu(batch: Mapping[str, Tensor], placement: Placement) -> float:
     return fields.batch_size * fields.num_tokens / placement.dims.cp
 
 
-def _timeline(watch: StepWatch, dims: ResolvedDims, cluster: Cluster, tokens_per_gpu: float) -> Timeline:
+def _timeline(watch: StepWatch, dims: ResolvedDims, cluster: Cluster | None, tokens_per_gpu: float) -> Timeline | None:
     """When everything that was issued runs."""
+    if cluster is None:
+        return None
     domain = ranks_per_domain(dims.world_size, cluster)
     ranks = {axis: dims.group_ranks(axis, 0) for axis in _AXES} | {"world": range(dims.world_size)}
     links = {axis: group(len(members), members.step, domain) for axis, members in ranks.items()}
@@ -196,6 +231,8 @@ def _timeline(watch: StepWatch, dims: ResolvedDims, cluster: Cluster, tokens_per
 
 
 def _check(world_size: int, rank: int, precision: str, recompute: str, routing: object) -> None:
+    if dist.is_initialized():
+        raise RuntimeError("simulate() makes a process group of its own and one exists: call it in a fresh process.")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank({rank}) must be in [0, {world_size}), the ranks of the world.")
     for name, value, allowed in (

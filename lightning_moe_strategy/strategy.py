@@ -4,7 +4,7 @@ The methods stand in the order in which a Trainer calls them.
 """
 
 import atexit
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -12,15 +12,12 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_moe_strategy._lightning_compat import (
     IS_INTERACTIVE,
     LightningModule,
-    ModelParallelStrategy,
     ParallelStrategy,
     Precision,
     Trainer,
@@ -31,19 +28,25 @@ from lightning_moe_strategy._lightning_compat import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_moe_strategy.callbacks.balance import ExpertBalance
 from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
+from lightning_moe_strategy.callbacks.indexer_divergence import IndexerDivergence
 from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
 from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
 from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
+from lightning_moe_strategy.context_parallel.indexers import IndexerLoss
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
+from lightning_moe_strategy.expert_parallel.balance import Balance, BalanceOptions, biases_as_buffers
+from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
+from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
-from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of
+from lightning_moe_strategy.placed_strategy import PlacedStrategy
+from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of, require_same_settings
 from lightning_moe_strategy.precision import MeshPrecision
 from lightning_moe_strategy.recompute import Recompute
 from lightning_moe_strategy.token_mean import TokenMean
-from lightning_moe_strategy.units import Unit
 
 BatchTransform = Callable[[Any, str], Any]
 """A function of (batch, stage) that returns the batch the user's step gets."""
@@ -52,7 +55,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
 
 
-class FSDPCPEPStrategy(ModelParallelStrategy):
+class FSDPCPEPStrategy(PlacedStrategy):
     """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
 
     Args:
@@ -67,6 +70,24 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
         recompute: ``"block"`` keeps every block's input, routing and selected keys, and computes the rest again;
             ``"none"`` keeps all.
+        ep_chunks: how many parts of a layer's tokens go through its experts one after the other, each computed again
+            in its backward pass. ``"none"`` all at once; a number C bounds the rows in memory to 1 / C of what the
+            worst routing can bring; ``"adaptive"`` takes as many as a layer's routing needs, one when it is even.
+        ep_chunk_bytes: of expert rows in memory on any rank. ``"adaptive"`` stays below (None: 1.5 times the rows of
+            even routing, and at least 0.27 GB); the others raise where a layer needs more (None: they never do).
+        dispatcher: what brings tokens to their experts: ``"all_to_all"`` (``"auto"``, where ep > 1), ``"all_gather"``,
+            whose shapes do not depend on the routing, or a name that ``register_dispatcher`` knows.
+        indexer_loss_weight: above 0, the indexers of sparse attention (DSA) are trained, and only by this: the
+            divergence of their scores from the attention to the keys they chose (DeepSeek-V3.2, sparse training), in
+            each layer that has one. The loss stays as it is; ``indexer_kl`` is logged. Hugging Face models then
+            attend with this package's kernels at cp=1 as well. 0 leaves indexers untrained.
+        balance: ``"bias"`` moves the balance bias of every router after each step, against its experts' loads;
+            ``"redundant"`` leaves the routing alone and has every rank of ep compute as many rows: experts of the
+            overloaded are sent to the others with their rows, in each layer as its routing needs it.
+        max_imbalance: of ``"redundant"``, rows of the busiest rank over the mean up to which no expert moves.
+        balance_bias_rate: how far.
+        sequence_balance_loss, batch_balance_loss, router_z_loss: coefficients of auxiliary losses, exact on every
+            layout; the loss stays as it is, and their values are logged as ``router_loss/...``.
         timeout: of every collective on every mesh axis.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.
         save_distributed_checkpoint: a directory with every rank's shards, or one file from rank 0.
@@ -92,6 +113,16 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         cp_inter: int = 1,
         nvl: int | Literal["auto"] = "auto",
         recompute: Recompute = "none",
+        ep_chunks: EPChunks = "none",
+        ep_chunk_bytes: int | None = None,
+        dispatcher: str = "auto",
+        indexer_loss_weight: float = 0.0,
+        balance: Balance = "none",
+        max_imbalance: float = 1.0,
+        balance_bias_rate: float = 1e-3,
+        sequence_balance_loss: float = 0.0,
+        batch_balance_loss: float = 0.0,
+        router_z_loss: float = 0.0,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         save_distributed_checkpoint: bool = True,
@@ -112,6 +143,20 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         if recompute not in get_args(Recompute):
             raise ValueError(f"recompute({recompute!r}) must be one of {', '.join(map(repr, get_args(Recompute)))}.")
         self._recompute = recompute
+        require_dispatcher(dispatcher, balance=balance)
+        self._dispatcher = dispatcher
+        self._chunking = Chunking(chunks=ep_chunks, max_bytes=ep_chunk_bytes)
+        self._indexer_loss = IndexerLoss(indexer_loss_weight) if indexer_loss_weight else None
+        self._balance_options = BalanceOptions(
+            balance=balance,
+            max_imbalance=max_imbalance,
+            bias_rate=balance_bias_rate,
+            sequence_loss=sequence_balance_loss,
+            batch_loss=batch_balance_loss,
+            z_loss=router_z_loss,
+        )
+        self._chunking.check_balance(balance)
+        self._balance = ExpertBalance(self._balance_options) if self._balance_options.is_on else None
         self._requested_dims = ParallelDims(
             d_rep=d_rep, fsdp=fsdp, cp=cp, e_rep=e_rep, e_fsdp=e_fsdp, ep=ep, cp_inter=cp_inter, nvl=nvl
         )
@@ -120,42 +165,8 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         self._init_seed = init_seed
         self._batch_transforms: list[BatchTransform] = []
         self._token_mean = TokenMean()
-        self._placement: Placement | None = None
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
         """What the current batch holds on this rank."""
-
-    @property
-    def placement(self) -> Placement:
-        """How the module lies on the ranks; it exists once the Trainer has started its processes."""
-        if self._placement is None:
-            raise RuntimeError("The placement exists once the Trainer has started its processes.")
-        return self._placement
-
-    @property
-    def dims(self) -> ResolvedDims:
-        """The degrees in use."""
-        return self.placement.dims
-
-    @property
-    def context_parallel(self) -> ContextParallel:
-        """This rank's place in its cp group."""
-        return self.placement.context_parallel
-
-    @property
-    def expert_mesh(self) -> DeviceMesh:
-        """The mesh with axes e_rep, e_fsdp, ep; it exists once the model is set up."""
-        assert self.placement.expert is not None
-        return self.placement.expert.mesh
-
-    @property
-    def experts(self) -> Mapping[str, nn.Module]:
-        """Every layer's experts by name; empty before the model is set up."""
-        return self.placement.experts
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """What is gathered and freed together, in the order of ``named_modules``."""
-        return self.placement.units
 
     @property
     def precision_plugin(self) -> Precision:
@@ -188,8 +199,11 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         super().connect(model)  # type: ignore[arg-type]
         trainer = getattr(model, "_trainer", None)
         if trainer is not None:
-            missing = [kind for kind in _DEFAULT_CALLBACKS if not any(isinstance(c, kind) for c in trainer.callbacks)]
+            wanted = (*_DEFAULT_CALLBACKS, *([IndexerDivergence] if self._indexer_loss else []))
+            missing = [kind for kind in wanted if not any(isinstance(c, kind) for c in trainer.callbacks)]
             add_callbacks(trainer, [kind() for kind in missing])
+            if self._balance is not None and self._balance not in trainer.callbacks:
+                add_callbacks(trainer, [self._balance])
 
     def setup_environment(self) -> None:
         # Not ModelParallelStrategy's: it would build a (data_parallel, tensor_parallel) mesh.
@@ -203,18 +217,13 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
         self._placement = placement_of(self.lightning_module) or self._new_placement()
         self._device_mesh = self.lightning_module._device_mesh = self.placement.dense.mesh
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks of one cp group read the same samples."""
-        return {"num_replicas": self.placement.dense.dp_size, "rank": self.placement.dense.dp_rank}
-
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if placement_of(self.model) is None:
             self._place(self.model, trainer)
         else:
-            self._check_placed(self.model)
+            require_same_settings(self.model, self.placement, self._settings())
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -225,11 +234,13 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
     def _place(self, model: nn.Module, trainer: Trainer) -> None:
         placement, precision = self.placement, self.precision_plugin
         assert isinstance(model, LightningModule) and isinstance(precision, MeshPrecision)
-        placement.precision = str(precision.precision)
+        placement.precision, placement.settings = str(precision.precision), self._settings()
         placement.experts = find_experts(model)
         placement.dims = self._resolve_dims(num_experts=common_num_experts(placement.experts))
         require_experts(model, placement.dims.ep)
         self._say_layout(placement.dims)
+        if self._balance_options.is_on:
+            biases_as_buffers(model, placement.experts, required=self._balance_options.balance == "bias")
         precision.convert_module(model)
         place(
             model,
@@ -245,26 +256,23 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             if is_overridden(step, model, LightningModule):
                 register_fsdp_forward_method(model, step)
 
+    def _settings(self) -> dict[str, object]:
+        """What a module that is sharded cannot change any more."""
+        return {
+            "degrees": self._requested_dims,
+            "precision": str(self.precision_plugin.precision),
+            "recompute": self._recompute,
+            "ep_chunks": self._chunking.chunks,
+            "ep_chunk_bytes": self._chunking.max_bytes,
+            "dispatcher": self._dispatcher,
+            "max_imbalance of balance='redundant'": self._balance_options.redundancy,
+            "indexer_loss_weight": 0.0 if self._indexer_loss is None else self._indexer_loss.weight,
+        }
+
     def _say_layout(self, dims: ResolvedDims) -> None:
         rank_zero_info(dims.explain())
         for warning in dims.warnings():
             rank_zero_warn(warning)
-
-    def _check_placed(self, model: nn.Module) -> None:
-        is_sharded = isinstance(model, FSDPModule)
-        if any(isinstance(parameter, DTensor) != is_sharded for parameter in model.parameters()):
-            raise RuntimeError(
-                "configure_model() replaced modules that are sharded already. Lightning calls it before every fit, "
-                "validate, test and predict: return early in it when the model exists."
-            )
-        placed = self.placement
-        asked = (self._requested_dims, str(self.precision_plugin.precision), self._recompute)
-        if asked != (placed.requested, placed.precision, placed.recompute):
-            raise ValueError(
-                f"The model was sharded by an earlier Trainer as {placed.requested} with precision "
-                f"{placed.precision!r}, recompute={placed.recompute!r}; this Trainer asks for {asked[0]} with "
-                f"{asked[1]!r}, recompute={asked[2]!r}. Use the same arguments, or build the model anew."
-            )
 
     def register_batch_transform(self, transform: BatchTransform) -> None:
         """Apply ``transform(batch, stage)`` to every batch, after the user's own transfer hooks."""
@@ -338,7 +346,10 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             self._mean_over_tokens()
             return result
 
-        return super().optimizer_step(optimizer, closure_then_mean, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure_then_mean, model, **kwargs)
+        if self._balance is not None:
+            self._balance.after_optimizer_step()
+        return output
 
     def _resolve_dims(self, num_experts: int | None) -> ResolvedDims:
         return self._requested_dims.resolve(
@@ -351,13 +362,15 @@ class FSDPCPEPStrategy(ModelParallelStrategy):
             dense = build_dense_meshes(dims, self.root_device.type, self._mesh_timeout)
         else:
             dense = self._placement.dense  # one Trainer, one module after another: the groups stay
-        context_parallel = ContextParallel(dense.cp_group)
+        context_parallel = ContextParallel(dense.cp_group, self._indexer_loss)
         return Placement(
-            requested=self._requested_dims,
             dims=dims,
             dense=dense,
             context_parallel=context_parallel,
             recompute=self._recompute,
+            chunking=self._chunking,
+            dispatcher=self._dispatcher,
+            max_imbalance=self._balance_options.redundancy,
         )
 
     def on_exception(self, exception: BaseException) -> None:

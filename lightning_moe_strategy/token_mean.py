@@ -29,13 +29,13 @@ class TokenMean:
         """
         if not any(micro_batch is seen for seen in self._micro_batches):
             self._micro_batches.append(micro_batch)
-        return loss * _weight(micro_batch)
+        return loss * loss_weight(micro_batch)
 
     def divide(self, gradients: Iterable[Tensor | None], device: torch.device) -> None:
         """Divide in place by the tokens of the step. Every rank calls it; the second call of a step does nothing."""
         if not self._micro_batches:
             return
-        weights = [torch.as_tensor(_weight(m), dtype=torch.int64, device=device) for m in self._micro_batches]
+        weights = [torch.as_tensor(loss_weight(m), dtype=torch.int64, device=device) for m in self._micro_batches]
         self._micro_batches.clear()
         total = torch.stack(weights).sum()
         dist.all_reduce(total)
@@ -45,5 +45,6 @@ class TokenMean:
             torch._foreach_div_(local_gradients, total.clamp(min=1).to(torch.float32))
 
 
-def _weight(micro_batch: MicroBatch) -> Tensor | int:
+def loss_weight(micro_batch: MicroBatch) -> Tensor | int:
+    """A micro-batch's share of a step's gradient, by what this rank holds: its labels that count, 1 without labels."""
     return 1 if micro_batch.num_loss_tokens is None else micro_batch.num_loss_tokens

@@ -17,7 +17,7 @@ import torch
 
 import lightning_moe_strategy.simulate as simulating
 from lightning_moe_strategy import MoELanguageModel
-from lightning_moe_strategy._torch_compat import unit_name
+from lightning_moe_strategy._torch_compat import in_checkpointed_region, unit_name
 from lightning_moe_strategy.mesh import ParallelDims
 from lightning_moe_strategy.models.config import ModelConfig
 from lightning_moe_strategy.placement import Placement
@@ -73,6 +73,7 @@ class Case:
     """Of the model's, so many; all by default."""
     recompute: str = "block"
     routing: str = "balanced"
+    ep_chunks: int | str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ def _plan(case: Case) -> Plan:
                 micro_batch=case.micro_batch,
                 recompute=case.recompute,  # type: ignore[arg-type]
                 balance=case.routing,  # type: ignore[arg-type]
+                ep_chunks=case.ep_chunks,  # type: ignore[arg-type]
                 **parse_layout(case.layout),
             )
         )
@@ -185,6 +187,7 @@ def _simulate(case: Case) -> "tuple[Simulation, _StageWatch]":
             local_world_size=min(case.gpus, cluster.gpus_per_host),
             recompute=case.recompute,
             routing=case.routing,
+            ep_chunks=case.ep_chunks,
         )
     return simulation, watches[-1]
 
@@ -257,8 +260,6 @@ class _StageWatch(StepWatch):
     def __init__(self, placement: Placement, **options: Any) -> None:
         super().__init__(placement, **options)
         self.memory: _StageMemory = _StageMemory({unit.name for unit in placement.units if unit.kind == "experts"})
-        # A recompute runs the two products of the forward once more.
-        self.first_product = 3 if placement.recompute == "block" else 1
         self.num_products, self.layer = 0, ""
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,7 +287,8 @@ class _StageWatch(StepWatch):
     def _enter_stage(self, operation: str) -> None:
         if operation == "_grouped_mm":
             self.num_products += 1
-            if self.num_products == self.first_product:
+            # A recompute runs the products of the forward once more.
+            if self.memory.stage == f"{self.layer} recompute" and not in_checkpointed_region():
                 self.memory.stage = f"{self.layer} experts"
         elif self.memory.stage == f"{self.layer} norm":
             self.memory.stage = f"{self.layer} attention" if operation == "mm" else self.memory.stage

@@ -98,7 +98,8 @@ def largest_errors(kind, num_tokens, layout):
     x, weight = torch.randn(2, num_tokens, HEADS * CHANNELS, requires_grad=True), torch.randn(2, num_tokens, 1)
     plain, _ = of_kind(kind, num_tokens)
     (plain(x) * weight).square().sum().backward()
-    packed = {"cu_seqlens": torch.tensor([0, 5, num_tokens, num_tokens + 5, 2 * num_tokens])} if layout == "per_document" else None
+    starts = torch.tensor([0, 5, num_tokens, num_tokens + 5, 2 * num_tokens])
+    packed = {"cu_seqlens": starts} if layout == "per_document" else None
     model, declared = of_kind(kind, num_tokens)
     local, _, cp = split(model, declared, x.detach(), layout, packed)
     real = cp.sequence.is_token_P

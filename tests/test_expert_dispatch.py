@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_moe_strategy import collectives
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, EPDispatcher, LocalDispatcher
+from lightning_moe_strategy.expert_parallel.all_to_all import AllToAllDispatcher
+from lightning_moe_strategy.expert_parallel.dispatch import EPDispatcher, LocalDispatcher
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 2, 16, 8
@@ -174,7 +175,8 @@ def test_every_rank_runs_every_exchange_whatever_needs_a_gradient(
     ranks2: Any, x_needs_grad: list[bool], constant_experts_on: list[int]
 ):
     calls = ranks2(collectives_of_a_step, x_needs_grad, constant_experts_on)
-    forward = ["1-D int32", "2-D float32", "2-D float32", "2-D float32"]
+    # Counts and ids; hidden states and probabilities out, results back; and the gradients of these three.
+    forward = ["1-D int32", "2-D int32", "2-D float32", "2-D float32", "2-D float32"]
     assert calls == [forward + ["2-D float32"] * 3] * 2
 
 
@@ -232,12 +234,14 @@ def test_assumed_routings_of_any_number_of_tokens_fit_their_permutation(num_toke
     try:
         for assumed in ("balanced", "worst"):
             plan = AllToAllDispatcher(12, dist.group.WORLD, assumed).plan(torch.zeros(num_tokens, 2, dtype=torch.int64))
-            exchange = plan.exchange
-            assert sum(exchange.num_sent) == 2 * num_tokens
-            assert sum(exchange.num_received) == exchange.offsets_L[-1] == len(exchange.arrival_of_row_R)
-            assert sorted(exchange.arrival_of_row_R.tolist()) == list(range(sum(exchange.num_received)))
-            inverse = exchange.row_of_arrival_R1[exchange.arrival_of_row_R.long(), 0]
-            assert inverse.tolist() == list(range(sum(exchange.num_received)))
+            splits, rows = plan.splits, plan.rows
+            assert sum(splits.num_sent) == 2 * num_tokens
+            num_rows = sum(splits.num_received)
+            assert num_rows == plan.routing.offsets_E[-1] == len(rows.slot_of_row_R)
+            assert rows.row_of_slot_TK.shape == (sum(splits.copies_received), 2)
+            assert rows.row_of_slot_TK.view(-1)[rows.slot_of_row_R.long()].tolist() == list(range(num_rows))
+            for copies, num_rows in zip(splits.copies_sent, splits.num_sent, strict=True):
+                assert copies <= num_rows <= 2 * copies
     finally:
         dist.destroy_process_group()
 

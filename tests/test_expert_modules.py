@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy.expert_parallel import local_math
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher, LocalDispatcher
+from lightning_moe_strategy.expert_parallel.all_to_all import AllToAllDispatcher
+from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
 from lightning_moe_strategy.expert_parallel.experts import (
     attach,
     find_experts,

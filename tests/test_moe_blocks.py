@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher
+from lightning_moe_strategy.expert_parallel.all_to_all import AllToAllDispatcher
 from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, require_experts
 from lightning_moe_strategy.sharding import spread_experts
 from tests.moe_blocks import HIDDEN, NUM_EXPERTS, call, found_blocks, make_block

@@ -15,7 +15,7 @@ from lightning_moe_strategy.callbacks import peak_measurement, plan_check
 from lightning_moe_strategy.callbacks.peak_measurement import DevicePeak
 from lightning_moe_strategy.callbacks.peak_prediction import PURPOSES, differences, read_planned_peak
 from lightning_moe_strategy.callbacks.plan_check import CheckedPlan, PlanCheck
-from lightning_moe_strategy.models.moe import Router
+from lightning_moe_strategy.kernels import router
 from lightning_moe_strategy.plan.planner import PlanRequest, parse_layout, plan
 from tests.modules import VOCABULARY, HuggingFaceLanguageModel, PlainLanguageModel, loader
 from tests.parity import LAYOUTS_OF_4, QUIET, InOrder, fit
@@ -59,12 +59,12 @@ def make_with_head_of_its_own() -> MoELanguageModel:
     return model
 
 
-def select_in_turn(router: Router, scores_TE: torch.Tensor) -> torch.Tensor:
+def select_in_turn(scores_TE: torch.Tensor, top_k: int) -> torch.Tensor:
     """Every expert gets as many tokens of every rank."""
     num_tokens, num_experts = scores_TE.shape
-    slots = torch.arange(num_tokens * router.top_k, device=scores_TE.device)
-    chosen = (slots % num_experts).view(num_tokens, router.top_k)
-    return torch.zeros_like(scores_TE).scatter(1, chosen, 1.0).topk(router.top_k, dim=-1).indices
+    slots = torch.arange(num_tokens * top_k, device=scores_TE.device)
+    chosen = (slots % num_experts).view(num_tokens, top_k)
+    return torch.zeros_like(scores_TE).scatter(1, chosen, 1.0).topk(top_k, dim=-1).indices
 
 
 class CountMeasured(PlanCheck):
@@ -92,15 +92,15 @@ def checked(
 ) -> Checked:
     """What PlanCheck found in a run of this rank, the micro-batches it measured, and its lines."""
     callback, lines = CountMeasured(plan_file), list[str]()
-    info, warn, select = plan_check.rank_zero_info, plan_check.rank_zero_warn, Router._select
+    info, warn, select = plan_check.rank_zero_info, plan_check.rank_zero_warn, router.best_experts
     plan_check.rank_zero_info = plan_check.rank_zero_warn = lines.append
-    Router._select = select_in_turn
+    router.best_experts = select_in_turn
     try:
         options = {"max_steps": 3, "precision": "bf16-mixed"} | options
         fit(degrees, make_model, lambda dp: loader(4 * BATCH, LENGTH, BATCH // dp), shift=shift,
             callbacks=(callback,), **options)  # fmt: skip
     finally:
-        plan_check.rank_zero_info, plan_check.rank_zero_warn, Router._select = info, warn, select
+        plan_check.rank_zero_info, plan_check.rank_zero_warn, router.best_experts = info, warn, select
     return callback.result, callback.measured, lines
 
 
@@ -127,13 +127,13 @@ def test_the_busiest_rank_counts(ranks2):
 
 def checked_with_a_longer_batch_on_rank_1() -> CheckedPlan | None:
     length = 2 * LENGTH if torch.distributed.get_rank() else LENGTH
-    callback, select = PlanCheck(), Router._select
-    Router._select = select_in_turn
+    callback, select = PlanCheck(), router.best_experts
+    router.best_experts = select_in_turn
     try:
         fit(dict(fsdp=2, e_fsdp=2, ep=1, **RECOMPUTED), make_ours, lambda dp: loader(8, length, 2), shift="module",
             callbacks=(callback,), max_steps=2, precision="bf16-mixed")  # fmt: skip
     finally:
-        Router._select = select
+        router.best_experts = select
     return callback.result
 
 

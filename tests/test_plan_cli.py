@@ -92,6 +92,12 @@ def test_options_reach_the_plan(capsys):
     assert json.loads(out) == plan(request).to_json()
 
 
+def test_a_token_chunk_reaches_the_plan(capsys):
+    _, out, _ = run(f"--model glm-5.2 {LAYOUT} --fa4_token_chunk 2048 --json", capsys)
+    request = PlanRequest(model="glm-5.2", d_rep=4, fsdp=1, cp=64, e_fsdp=4, ep=64, fa4_token_chunk=2048)
+    assert json.loads(out) == plan(request).to_json()
+
+
 def test_search_is_the_ranking_as_a_list(capsys):
     _, out, _ = run(f"{TINY} --search --json", capsys)
     found = search(PlanRequest(model="qwen3-30b-a3b", cluster="h200-nvl8", gpus=16, context=32768), limit=20)
@@ -159,6 +165,7 @@ def test_ranking_and_comparison_fit_100_columns(capsys, monkeypatch):
         (f"{SEED} --cp 0", ["cp(0)"]),
         (f"{SEED} --cp -2", ["cp(-2)"]),
         (f"{SEED} --micro_batch 0", ["micro_batch(0)"]),
+        (f"{SEED} --fa4_token_chunk 64", ["fa4_token_chunk(64)", "fa4_pr_2816"]),
         (f"{SEED} --achieved_tflops 0", ["achieved_tflops(0"]),
         (f"{SEED} --achieved_tflops nan", ["achieved_tflops(nan)"]),
         (f"{SEED} --tokens -1", ["tokens(-1"]),

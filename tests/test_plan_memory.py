@@ -6,7 +6,9 @@ import pytest
 
 from lightning_moe_strategy.context_parallel import latent
 from lightning_moe_strategy.plan import activations, memory
+from lightning_moe_strategy.plan.errors import PlanError
 from lightning_moe_strategy.plan.planner import PlanRequest, parse_layout, plan
+from lightning_moe_strategy.plan.verdict import changes
 
 GLM = PlanRequest(model="glm-5.2")
 NVL72 = dataclasses.replace(GLM, **parse_layout("4,1,64/4,64"))
@@ -18,7 +20,8 @@ def gigabytes(request, layout=None):
     return plan(request).to_json()["memory_gb"]
 
 
-# Simulated with the real FSDP2 on a fake process group of GLM-5.2's dimensions (balanced routing, AdamW): GB.
+# Simulated with the real FSDP2 on a fake process group of GLM-5.2's dimensions (balanced routing, AdamW): GB. Other
+# code, whose SwiGLU has FP32 temporaries of all rows: up to 7 % more than a plan.
 SIMULATED_PEAKS = [
     (NVL72, "4,1,64/4,64", 81.1),
     (NVL8, "1,32,8/32,8", 117.7),
@@ -28,9 +31,9 @@ SIMULATED_PEAKS = [
 
 
 @pytest.mark.parametrize(("request_", "layout", "simulated"), SIMULATED_PEAKS)
-def test_the_peak_is_the_simulated_one_within_5_percent(request_, layout, simulated):
+def test_the_peak_is_the_simulated_one_within_7_percent(request_, layout, simulated):
     made = gigabytes(request_, layout)
-    assert made["total"] - made["reserve"] == pytest.approx(simulated, rel=0.05)
+    assert made["total"] - made["reserve"] == pytest.approx(simulated, rel=0.07)
 
 
 def test_resident_state_is_the_simulated_one():
@@ -61,12 +64,56 @@ def test_saved_inputs_and_top_k_are_the_simulated_ones():
 
 def test_worst_routing_goes_through_the_experts_gemms():
     """All 64 ranks send every token to this one, for each of the 4 experts it holds."""
-    balanced, worst = gigabytes(NVL72), gigabytes(dataclasses.replace(NVL72, balance="worst"))
+    requests = (NVL72, dataclasses.replace(NVL72, balance="worst"))
+    balanced, worst = (gigabytes(request)["moments"]["experts before the last"] for request in requests)
     rows = 16384 * (64 * 4 - 8)
-    per_row = (worst["total"] - worst["reserve"] - balanced["total"] + balanced["reserve"]) * 1e9 / rows
-    # bf16: the row and its gradient, gate and up with theirs, the activation twice; FP32: 7 numbers of the width.
-    kernel = 2 * (2 * 6144 + 6 * 2048) + 7 * 4 * 2048
-    assert per_row == pytest.approx(kernel + 4 + 5 * 4)
+    # bf16: the row, the gradients of its result and of itself, gate and up with theirs, the activation with its own.
+    kernel = 2 * (3 * 6144 + 6 * 2048)
+    # Its probability and indices; and of each of the 74 layers before the last, where a row is from (int32).
+    assert (worst - balanced) * 1e9 / rows == pytest.approx(kernel + 4 + 5 * 4 + 74 * 4)
+
+
+@pytest.mark.parametrize("request_", [NVL72, dataclasses.replace(NVL8, **parse_layout("1,32,8/32,8"))])
+def test_the_worst_routing_in_adaptive_chunks_takes_one_and_a_half_times_the_rows_of_even_routing(request_):
+    worst = dataclasses.replace(request_, balance="worst", ep_chunks="adaptive")
+    even, chunked = (plan(each).evaluation.experts.moments["experts before the last"] for each in (request_, worst))
+    rows = [moment["ep_buffers"] + moment["expert_rows"] for moment in (even, chunked)]
+    assert 1.3 * rows[0] < rows[1] <= 1.5 * rows[0]
+    assert plan(dataclasses.replace(request_, ep_chunks="adaptive")).to_json()["memory_gb"] == gigabytes(request_)
+
+
+def test_glm_at_a_million_tokens_has_room_for_any_routing_in_chunks():
+    """Seed, "Deriving the Scheme": about 133 GB, dispatch buffers for the worst routing included."""
+    worst = dataclasses.replace(NVL72, balance="worst")
+    assert gigabytes(worst)["total"] > 250
+    for chunks in ("adaptive", 8, 64):
+        assert gigabytes(dataclasses.replace(worst, ep_chunks=chunks))["total"] < 133
+    after = dict(changes(plan(worst).evaluation))["run experts in adaptive chunks"]
+    assert after.fits and not plan(worst).fits
+
+
+def test_chunks_cost_a_dispatch_and_a_forward_of_the_experts_more():
+    at_once, chunked = plan(NVL72), plan(dataclasses.replace(NVL72, ep_chunks=4))
+    ep = [{t.axis: t for t in made.evaluation.experts.transfers}["ep"].nvlink for made in (at_once, chunked)]
+    assert ep[1] / ep[0] == pytest.approx(4 / 3, rel=1e-3)  # ids travel once
+    assert chunked.tokens_per_second_per_gpu < at_once.tokens_per_second_per_gpu
+    assert chunked.to_json()["settings"]["ep_chunks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ep_chunks": 0}, r"^ep_chunks\(0\) must be"),
+        ({"ep_chunks": True}, r"^ep_chunks\(True\) must be"),
+        ({"ep_chunks": "some"}, r"^ep_chunks\(.?some.?\) must be"),
+        ({"ep_chunk_bytes": 10}, r"^ep_chunk_bytes\(10\) must be left out unless ep_chunks is adaptive"),
+        ({"ep_chunks": "adaptive", "ep_chunk_bytes": 0}, r"^ep_chunk_bytes\(0\) must be a whole number"),
+        ({"ep_chunks": 4, "assumptions": "seed"}, r"^ep_chunks\(4\) has no figure in the seed"),
+    ],
+)
+def test_errors_about_chunks_name_the_setting(settings, words):
+    with pytest.raises(PlanError, match=words):
+        plan(dataclasses.replace(NVL72, **settings))
 
 
 def test_experts_on_their_own_rank_keep_tokens_in_place_of_rows():
@@ -89,7 +136,7 @@ def test_buckets_at_the_peak_add_up_and_every_moment_is_below_it():
 
 def test_gradients_and_saved_inputs_do_not_coexist():
     """At the start of the backward the inputs of all layers are there and next to no gradient; at its end, no input."""
-    made = gigabytes(NVL72)
+    made = gigabytes(dataclasses.replace(NVL72, balance="worst"))
     assert made["peak_moment"] == "experts before the last"
     assert made["buckets"]["gradients"] < 0.1 * made["parameters"] / 4
     assert made["not_coexisting"] > 12
@@ -139,6 +186,40 @@ def test_fa4_pull_2816_saves_half_a_megabyte_per_token_in_each_pass():
     assert backward * 1e9 == pytest.approx(2 * 16384 * 128 * 2048 * 2)
 
 
+@pytest.mark.parametrize(
+    ("chunk", "micro_batch", "tokens"), [(None, 1, 0), (2048, 1, 2048), (0, 1, 16384), (10**6, 1, 16384), (0, 2, 16384)]
+)
+def test_a_token_chunk_has_its_score_gradients_in_memory_and_no_others(chunk, micro_batch, tokens):
+    """Of the 64 heads there are; a whole sequence at most, however many there are."""
+    request = dataclasses.replace(NVL72, micro_batch=micro_batch)
+    made = plan(dataclasses.replace(request, fa4_token_chunk=chunk)).to_json()
+    moments, without = made["memory_gb"]["moments"], gigabytes(request)["moments"]
+    added = {moment: moments[moment] - without[moment] for moment in moments}
+    attention = {"last layer's attention", "first layer's attention"} & set(added)
+    assert attention and made["settings"]["fa4_token_chunk"] == chunk
+    for moment, size in added.items():
+        expected = 2 * 64 * 2048 * tokens if moment in attention else 0
+        assert size * 1e9 == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fa4_token_chunk": -1}, r"^fa4_token_chunk\(-1\) must be a whole number of at least 0"),
+        ({"fa4_token_chunk": True}, r"^fa4_token_chunk\(True\) must be a whole number"),
+        ({"fa4_token_chunk": 64, "fa4_pr_2816": False}, r"left out without fa4_pr_2816, whose option it is"),
+        ({"fa4_token_chunk": 64, "model": "deepseek-v3"}, r"left out where attention is not sparse"),
+        (
+            {"fa4_token_chunk": 64, "assumptions": "seed", "fa4_pr_2816": True},
+            r"^fa4_token_chunk\(64\) has no figure in the seed",
+        ),
+    ],
+)
+def test_a_token_chunk_that_prices_nothing_is_refused(change, message):
+    with pytest.raises(PlanError, match=message):
+        plan(dataclasses.replace(NVL72, **change))
+
+
 def test_exact_plans_have_kernels_without_p_and_the_seeds_have_it():
     exact, seed = (plan(dataclasses.replace(GLM, assumptions=each)) for each in ("exact", "seed"))
     assert (exact.workload.fa4_pr_2816, seed.workload.fa4_pr_2816) == (True, False)
@@ -146,11 +227,10 @@ def test_exact_plans_have_kernels_without_p_and_the_seeds_have_it():
 
 
 def test_static_dispatch_buffers_are_there_whatever_the_routing():
-    for dispatcher, per_token in (("all_gather", 64 * 6 * 6144), ("symm_mem", 2 * 64 * (2 * 6144 + 8 * 8))):
-        made = plan(dataclasses.replace(NVL72, dispatcher=dispatcher)).to_json()
-        rows = 8 * (2 * 6144 + 4)
-        assert made["per_token_mb"]["ep_buffer"] * 1e6 == pytest.approx(per_token + rows)
-        assert made["memory_gb"]["moments"]["head and loss"] > gigabytes(NVL72)["moments"]["head and loss"]
+    made = plan(dataclasses.replace(NVL72, dispatcher="symm_mem")).to_json()
+    rows = 8 * (2 * 6144 + 4)
+    assert made["per_token_mb"]["ep_buffer"] * 1e6 == pytest.approx(2 * 64 * (2 * 6144 + 8 * 8) + rows)
+    assert made["memory_gb"]["moments"]["head and loss"] > gigabytes(NVL72)["moments"]["head and loss"]
 
 
 def test_the_head_holds_the_logits_of_all_tokens_and_fp32_ones_of_a_chunk():

@@ -17,9 +17,11 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 
 from lightning_moe_strategy import MoELanguageModel
 from lightning_moe_strategy.cli.simulate import run_simulate
+from lightning_moe_strategy.expert_parallel import all_to_all
+from lightning_moe_strategy.kernels import router
 from lightning_moe_strategy.mesh import ParallelDims
-from lightning_moe_strategy.models.moe import Router
 from lightning_moe_strategy.plan.presets import preset
+from lightning_moe_strategy.plan.workload import distinct_ranks
 from lightning_moe_strategy.simulate import simulate
 from lightning_moe_strategy.simulation.watch import StepWatch
 from tests.modules import VOCABULARY, HuggingFaceLanguageModel, PlainLanguageModel, loader
@@ -81,22 +83,22 @@ def figures(watch: StepWatch, resident_bytes: int) -> dict[str, Any]:
     }
 
 
-def select_in_turn(router: Router, scores_TE: Tensor) -> Tensor:
+def select_in_turn(scores_TE: Tensor, top_k: int) -> Tensor:
     """Every expert gets as many tokens of every rank."""
     num_tokens, num_experts = scores_TE.shape
-    slots = torch.arange(num_tokens * router.top_k, device=scores_TE.device)
-    chosen = (slots % num_experts).view(num_tokens, router.top_k)
-    return torch.zeros_like(scores_TE).scatter(1, chosen, 1.0).topk(router.top_k, dim=-1).indices
+    slots = torch.arange(num_tokens * top_k, device=scores_TE.device)
+    chosen = (slots % num_experts).view(num_tokens, top_k)
+    return torch.zeros_like(scores_TE).scatter(1, chosen, 1.0).topk(top_k, dim=-1).indices
 
 
 def real_step(degrees: dict[str, Any], precision: str) -> dict[str, Any]:
     watch = WatchSecondStep()
-    select, Router._select = Router._select, select_in_turn
+    select, router.best_experts = router.best_experts, select_in_turn
     try:
         fit(degrees, make_ours, lambda dp: loader(2 * BATCH, LENGTH, BATCH // dp), shift="module", max_steps=2,
             precision=precision, callbacks=(watch,))  # fmt: skip
     finally:
-        Router._select = select
+        router.best_experts = select
     return figures(watch.watch, watch.resident_bytes)
 
 
@@ -125,7 +127,12 @@ def run(degrees: dict[str, Any], make_model: Any = make_ours, **options: Any) ->
         pytest.param(LAYOUTS_OF_4[5] | {"recompute": "block"}, "32-true", id="cp4-recomputed", marks=pytest.mark.slow),
     ],
 )
-def test_a_simulated_step_is_the_real_one(degrees, precision, ranks4):
+def test_a_simulated_step_is_the_real_one(degrees, precision, ranks4, monkeypatch):
+    # What is selected in turn are pairs of neighbours: a copy has both of its token's rows.
+    monkeypatch.setattr(
+        all_to_all, "assumed_copies",
+        lambda routing, num_tokens, *rows, **where: tuple([num // 2 for num in of_ranks] for of_ranks in rows),
+    )  # fmt: skip
     real = ranks4(real_step, degrees, precision)[0]
     simulated = run(degrees, precision=precision, accelerator="cpu")
     traffic = {key: size for key, size in simulated.num_bytes.items() if key[0] != "world"}
@@ -168,11 +175,13 @@ def test_gathered_weights_are_gone_after_their_layer():
 
 def test_worst_routing_brings_all_that_the_other_ranks_can_send():
     balanced, worst = (run(LAYOUTS_OF_4[0], routing=routing) for routing in ("balanced", "worst"))
-    tokens, local_experts, ep = BATCH * LENGTH // 4, EXPERTS // 4, 4
-    rows = {"balanced": tokens * TOP_K, "worst": tokens * min(TOP_K, local_experts) * ep}
+    tokens, ep = BATCH * LENGTH // 4, 4
+    share = distinct_ranks(TOP_K, ep, EXPERTS) / ep
+    copies = {"balanced": ep * round(share * tokens), "worst": ep * tokens}
     for simulated, name in ((balanced, "balanced"), (worst, "worst")):
-        # Out and back, forward and backward: D numbers a row each time, its probability on the way out; and counts.
-        expected = LAYERS * (rows[name] * 4 * (4 * HIDDEN + 2) + 4 * EXPERTS)
+        # Out and back, forward and backward: D numbers a copy each time. The token's probabilities out and their
+        # gradients back, and its ids. Counts of rows by expert and of copies.
+        expected = LAYERS * (copies[name] * 4 * (4 * HIDDEN + 3 * TOP_K) + 4 * (EXPERTS + ep))
         assert simulated.num_bytes["ep", "all_to_all"] == expected
     assert worst.peak_bytes > balanced.peak_bytes
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_moe_strategy import MoELanguageModel
+from lightning_moe_strategy._torch_compat import in_backward
 from lightning_moe_strategy.callbacks.peak_measurement import WatchedPeak
-from lightning_moe_strategy.expert_parallel import dispatch
-from lightning_moe_strategy.expert_parallel.dispatch import AllToAllDispatcher
+from lightning_moe_strategy.expert_parallel import all_to_all
+from lightning_moe_strategy.expert_parallel import splits as split_sizes
+from lightning_moe_strategy.expert_parallel.all_to_all import AllToAllDispatcher
 from lightning_moe_strategy.mesh import ParallelDims
 from lightning_moe_strategy.simulate import simulate
 from tests.modules import VOCABULARY, loader
@@ -34,8 +36,8 @@ COUNTERS = LAYERS * 8 * EXPERTS
 LOGGED_SCALARS = 64
 TOLERANCE = 0.03
 
-Splits = tuple[list[int], list[list[int]]]
-"""Rows sent to each rank, and received from each rank for each local expert."""
+Splits = tuple[list[int], list[list[int]], list[int], list[int]]
+"""Rows sent to each rank, received from each rank for each local expert; copies of tokens sent, received."""
 
 
 class WatchSteps(L.Callback):
@@ -65,19 +67,21 @@ class WatchSteps(L.Callback):
 def real_steps(degrees: dict[str, Any], precision: str, length: int, options: dict[str, Any]) -> dict[str, Any]:
     """Figures of this rank: the least peaks of the steps, the rest of the last one."""
     callback, splits = WatchSteps(), list[Splits]()
-    agree = AllToAllDispatcher._agree_on_splits
+    plan = AllToAllDispatcher.plan
 
-    def noted(self: AllToAllDispatcher, routing: Any) -> Any:
-        agreed = agree(self, routing)
-        splits.append((agreed.num_sent, agreed.received_PL.tolist()))
-        return agreed
+    def noted(self: AllToAllDispatcher, *args: Any) -> Any:
+        made = plan(self, *args)
+        if not in_backward():
+            agreed = made.splits
+            splits.append((agreed.num_sent, agreed.received_PL.tolist(), agreed.copies_sent, agreed.copies_received))
+        return made
 
-    AllToAllDispatcher._agree_on_splits = noted  # type: ignore[method-assign]
+    AllToAllDispatcher.plan = noted  # type: ignore[method-assign]
     try:
         fit(degrees, make_ours, lambda dp: loader(BATCH, length, BATCH // dp), shift="module", max_steps=1 + STEPS,
             precision=precision, callbacks=(callback,), **options)  # fmt: skip
     finally:
-        AllToAllDispatcher._agree_on_splits = agree  # type: ignore[method-assign]
+        AllToAllDispatcher.plan = plan  # type: ignore[method-assign]
     last = callback.watches[-1]
     return {
         "splits": splits[-LAYERS:],
@@ -96,8 +100,9 @@ def simulated_step(
     degrees: Mapping[str, Any], precision: str, length: int, *, rank: int, splits: list[Splits], monkeypatch: Any
 ) -> Any:
     """The same step on fake ranks. Every layer of each of its two steps sends and receives what the real one did."""
-    calls = iter(2 * splits)
-    monkeypatch.setattr(dispatch, "assumed_counts", lambda *args, **options: next(calls))
+    rows, copies = iter(2 * splits), iter(2 * splits)
+    monkeypatch.setattr(split_sizes, "assumed_counts", lambda *args, **options: next(rows)[:2])
+    monkeypatch.setattr(all_to_all, "assumed_copies", lambda *args, **options: next(copies)[2:])
     batch_size = BATCH // (degrees.get("d_rep", 1) * degrees.get("fsdp", 1))
     tokens = torch.zeros(batch_size, length, dtype=torch.int64)
     batch: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens.clone()}

@@ -108,7 +108,8 @@ def test_the_command_reads_a_file_of_counts(tmp_path, capsys):
         return json.loads(written.read_text())["bytes_gb"]["ep"]["all_to_all"]
 
     even = received({"tokens_per_expert": [1] * 8})
-    assert received({"tokens_per_expert": {name: [9, 9, 9, 9, 1, 1, 1, 1] for name in NAMES}}) > 1.5 * even
+    # 1.8 times the rows; a token of two of them is sent once.
+    assert received({"tokens_per_expert": {name: [9, 9, 9, 9, 1, 1, 1, 1] for name in NAMES}}) > 1.2 * even
     recorded.write_text(json.dumps({"tokens": []}))
     assert run_simulate(["--config", config, "--routing", str(recorded)]) == 2
     recorded.write_text(json.dumps({"tokens_per_expert": [1] * 5}))

@@ -16,6 +16,7 @@ from lightning_moe_strategy.kernels import (
     triton_swiglu,
 )
 from lightning_moe_strategy.kernels.outer_products import add_outer_products
+from lightning_moe_strategy.kernels.ragged_rows import add_ragged_rows, ragged_rows, spread_ragged_rows
 from lightning_moe_strategy.kernels.router import choose_experts
 from lightning_moe_strategy.kernels.routing import add_rows, gather_rows, sort_by_expert, spread_rows, sum_rows
 from lightning_moe_strategy.kernels.swiglu import swiglu_prob, swiglu_prob_backward
@@ -40,6 +41,8 @@ def test_all_kernels_run_here_and_no_reference():
         (sort_by_expert, triton_routing),
         (spread_rows, triton_rows),
         (add_rows, triton_rows),
+        (spread_ragged_rows, triton_rows),
+        (add_ragged_rows, triton_rows),
         (swiglu_prob, triton_swiglu),
         (swiglu_prob_backward, triton_swiglu),
         (choose_experts, triton_router),
@@ -101,6 +104,20 @@ def sums_of(rows_RD, row_of_slot_TK):
     # Where a GPU rounds FP32 to BF16, the interpreter cuts off.
     sums_TD = add_rows.__wrapped__(rows_RD.float(), row_of_slot_TK)
     return (sums_TD.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_tokens", "hidden"), [(0, 3, 8), (40, 33, 1), (50, 33, 1100)])
+def test_tokens_with_fewer_rows_than_slots_are_copied_and_summed(num_rows, num_tokens, hidden, dtype):
+    slots = torch.randperm(num_tokens * 3, device=DEVICE)[:num_rows].int()
+    rows = ragged_rows(slots, num_tokens, 3)
+    x_TD, y_RD = (torch.randn(size, hidden, device=DEVICE).to(dtype) for size in (num_tokens, num_rows))
+    assert torch.equal(spread_ragged_rows(x_TD, *rows), spread_ragged_rows.__wrapped__(x_TD, *rows))
+    expected_TD = add_ragged_rows.__wrapped__(y_RD.float(), *rows)
+    if on_cuda.IS_INTERPRETED and dtype == torch.bfloat16:
+        # Where a GPU rounds FP32 to BF16, the interpreter cuts off.
+        expected_TD = (expected_TD.view(torch.int32) & -(2**16)).view(torch.float32)
+    assert torch.equal(add_ragged_rows(y_RD, *rows), expected_TD.to(dtype))
 
 
 def test_strided_rows_and_expanded_gradients_are_taken():

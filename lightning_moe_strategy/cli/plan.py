@@ -148,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         choices = _literals(hints[name])
         shown = meaning if default is None else f"{meaning} (default: {default})"
         work.add_argument(f"--{name}", choices=choices, help=shown)
+    _add_chunks(work)
     work.add_argument(
         "--achieved_tflops", type=float, metavar="N", help="TFLOP/s that a GPU reaches (default: published runs)"
     )
@@ -157,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="sparse attention kernels that keep less, as ours (FA4 PR 2816; default: no under the seed's, else yes)",
+    )
+    work.add_argument(
+        "--fa4_token_chunk",
+        type=int,
+        metavar="N",
+        help="tokens whose dS that kernel has in memory at a time, 0 a whole sequence's (default: none, as ours)",
     )
     output = parser.add_argument_group("output")
     kind = output.add_mutually_exclusive_group()
@@ -178,6 +185,25 @@ def _literals(hint: object) -> list[str]:
     if getattr(hint, "__origin__", None) is Literal:
         return list(get_args(hint))
     return [word for part in get_args(hint) for word in _literals(part)]
+
+
+def _add_chunks(work: "argparse._ArgumentGroup") -> None:
+    work.add_argument(
+        "--ep_chunks",
+        type=_chunks,
+        metavar="none|adaptive|N",
+        help=f"parts of a layer's tokens that go through its experts in turn (default: {PlanRequest.ep_chunks})",
+    )
+    work.add_argument(
+        "--ep_chunk_bytes",
+        type=int,
+        metavar="N",
+        help="of expert rows, what adaptive chunks stay below (default: 1.5 times those of even routing)",
+    )
+
+
+def _chunks(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
 
 
 def _context(text: str) -> int:

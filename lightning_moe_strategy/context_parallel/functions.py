@@ -137,9 +137,7 @@ class _AttentionMode(TorchFunctionMode):
         if dropout_p > 0.0:
             raise self._refusal(f"dropout_p({dropout_p}) > 0", "Set the attention dropout to 0.")
         if not is_causal:
-            raise self._refusal(
-                "is_causal=False", f"Pass is_causal=True (queries see no later token), {by_heads}"
-            )
+            raise self._refusal("is_causal=False", f"Pass is_causal=True (queries see no later token), {by_heads}")
         if query.dim() == 3 and isinstance(key, Tensor) and isinstance(value, Tensor):
             query, key, value = (x[:, None] for x in (query, key, value))
             return self._attend(query, key, value, is_causal=True, scale=scale)[:, 0]

@@ -80,6 +80,29 @@ def assumed_counts(
     return num_sent, [_even_parts(num_received, num_local_experts) for _ in range(num_ranks)]
 
 
+def assumed_counts_of_all(
+    routing: AssumedRouting, num_tokens: int, top_k: int, *, rank: int, num_ranks: int, num_local_experts: int
+) -> list[list[int]]:
+    """Rows of every rank for every expert [P][E], each rank with as many tokens. ``worst``: most go to ``rank``.
+
+    Raises:
+        ValueError: as `assumed_counts`.
+    """
+    where: dict[str, int] = dict(rank=rank, num_ranks=num_ranks, num_local_experts=num_local_experts)
+    if isinstance(routing, RecordedRouting):
+        assumed_counts(routing, num_tokens, top_k, **where)
+        return [_in_proportion(num_tokens * top_k, routing.tokens_E) for _ in range(num_ranks)]
+    if routing == "balanced":
+        of_homes = _even_parts(num_tokens * top_k, num_ranks)
+        # Each rank sends its odd rows to others, so that every home gets as many.
+        homes = [[of_homes[(home - source) % num_ranks] for home in range(num_ranks)] for source in range(num_ranks)]
+    else:
+        here = num_tokens * min(top_k, num_local_experts)
+        elsewhere = _even_parts(num_tokens * top_k - here, num_ranks - 1)
+        homes = [[*elsewhere[:rank], here, *elsewhere[rank:]]] * num_ranks
+    return [[rows for home in of_rank for rows in _even_parts(home, num_local_experts)] for of_rank in homes]
+
+
 def _in_proportion(total: int, weights: Sequence[float]) -> list[int]:
     """``total`` in whole parts: rounded down, and what is left to the largest remainders, the first of equal ones."""
     exact = [Fraction(weight) for weight in weights]

@@ -4,9 +4,10 @@ Shapes: T tokens of this rank, K experts per token, D hidden size, E experts in 
 P ranks of the ep group, R rows this rank computes. Rank r owns the experts ``r * L`` to ``(r + 1) * L - 1``.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -17,28 +18,16 @@ from lightning_moe_strategy._torch_compat import assert_later
 from lightning_moe_strategy.collectives import all_to_all_rows
 from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting as AssumedRouting
 from lightning_moe_strategy.expert_parallel.assumed_routing import assumed_counts
+from lightning_moe_strategy.expert_parallel.splits import (
+    Chunk,
+    Pieces,
+    Splits,
+    agree_on_pieces,
+    assumed_pieces,
+    piece_bounds,
+)
+from lightning_moe_strategy.expert_parallel.splits import SplitMemory as SplitMemory
 from lightning_moe_strategy.kernels.routing import Routing, gather_rows, sort_by_expert, sum_rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """How many rows go where: what ranks tell each other before a dispatch, and the host waits for."""
-
-    sent_E: Tensor
-    received_PL: Tensor
-    num_sent: list[int]
-    """Rows to each rank of the group."""
-    num_received: list[int]
-    """Rows from each rank of the group."""
-
-
-@dataclass
-class SplitMemory:
-    """The splits of one pass through a block, in the order in which its experts run."""
-
-    kept: list[Splits] = field(default_factory=list)
-    num_replayed: int | None = None
-    """None while the first pass adds to ``kept``."""
 
 
 @dataclass(kw_only=True)
@@ -63,27 +52,45 @@ class Plan:
     routing: Routing
     exchange: Exchange | None = None
     """None where every expert is on this rank."""
+    copied_from: tuple[Tensor, Tensor] | None = None
+    """``(x_CD, copy_of_row_R)``: what the rows that `dispatch` returns are copies of, where that is to be kept for the
+    backward pass in their place."""
 
     @property
     def token_of_row_R(self) -> Tensor | None:
         """The token each computed row is a copy of, where that token is on this rank."""
         return self.routing.token_of_row_R if self.exchange is None else None
 
+    def weights_of_rows(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Parameters of the experts whose rows this rank computes, from those of its own. Once, after `dispatch`."""
+        return parameters
+
 
 class EPDispatcher(Protocol):
     """Brings rows to experts. All dispatchers agree bitwise in FP32 at the same ep.
 
     Probabilities travel with the rows, in FP32, so that the expert applies them and a row comes back final.
-    Rows arrive sorted by local expert and, within one, by (source rank, token, k). A token's K results are
-    added in FP32, k ascending, and cast once. Every collective is called by every rank, forward and backward,
-    whatever the routing.
+    Rows arrive sorted by local expert and, within one, by (source rank, token, k). A token's results on one rank
+    are added in FP32, k ascending, and cast to the dtype of the rows; these sums in FP32, ranks ascending, and cast
+    once. Every collective is called by every rank, forward and backward, whatever the routing.
     """
 
     num_experts: int
     num_local_experts: int
 
-    def plan(self, expert_ids_TK: Tensor) -> Plan:
-        """Where every row goes. ``expert_ids_TK``: integers in [0, num_experts)."""
+    def plan(self, expert_ids_TK: Tensor, splits: Splits | None = None) -> Plan:
+        """Where every row goes. ``expert_ids_TK``: integers in [0, num_experts).
+
+        ``splits``: those of a chunk, whose tokens these are; without them the ranks agree on some, all tokens at once.
+        """
+        ...
+
+    def count(self, expert_ids_TK: Tensor, num_pieces: int, *, count_most: bool) -> Pieces:
+        """The rows of each of ``num_pieces`` pieces of this rank's tokens; one host sync. Every rank calls it."""
+        ...
+
+    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+        """What ``choose`` returns, or what it has returned in the first pass, while a recompute runs."""
         ...
 
     def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,19 +108,33 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = self.num_local_experts = num_experts
 
-    def plan(self, expert_ids_TK: Tensor) -> Plan:
+    def plan(self, expert_ids_TK: Tensor, splits: Splits | None = None) -> Plan:
         return Plan(routing=sort_by_expert(expert_ids_TK, self.num_experts))
+
+    def count(self, expert_ids_TK: Tensor, num_pieces: int, *, count_most: bool) -> Pieces:
+        num_tokens, top_k = expert_ids_TK.shape
+        bounds = piece_bounds(num_tokens, num_pieces)
+        return Pieces(
+            most_rows_G=[top_k * (stop - start) for start, stop in pairwise(bounds)],
+            most_rows=top_k * num_tokens,
+            most_tokens=num_tokens,
+            join=lambda start, stop: Chunk(tokens=slice(bounds[start], bounds[stop]), splits=None),
+        )
+
+    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+        return choose()
 
     def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
         rows_RD, probs_R1 = _sorted_by_expert(x_TD, probs_TK, plan.routing)
+        plan.copied_from = x_TD, plan.routing.token_of_row_R
         return rows_RD, probs_R1.squeeze(1), plan.routing.offsets_E
 
     def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
         return sum_rows(rows_RD, plan.routing.token_of_row_R, plan.routing.row_of_slot_TK)
 
 
-class AllToAllDispatcher:
-    """Experts spread over a group: one all-to-all of counts, one host sync, then rows out and results back.
+class SpreadDispatcher:
+    """What dispatchers whose experts are spread over a group have in common: who they are, and what they remember.
 
     Args:
         num_experts: of the whole layer; the group's size must divide it.
@@ -148,7 +169,7 @@ class AllToAllDispatcher:
     def remember_splits(self, memory: SplitMemory, *, replaying: bool) -> Generator[None, None, None]:
         """Keep the splits of every forward in ``memory``; when ``replaying``, take them from there, in order.
 
-        A replay then needs neither the all-to-all of counts nor the host sync.
+        A replay then needs neither an exchange of counts or ids nor the host sync.
         """
         outer, self._memory = self._memory, memory
         memory.num_replayed = 0 if replaying else None
@@ -157,29 +178,51 @@ class AllToAllDispatcher:
         finally:
             self._memory = outer
 
-    def plan(self, expert_ids_TK: Tensor) -> Plan:
+    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+        memory = self._memory
+        if memory is not None and memory.num_replayed is not None:
+            memory.num_replayed += 1
+            return memory.kept[memory.num_replayed - 1]
+        chunks = choose()
+        if memory is not None:
+            memory.kept.append(chunks)
+        return chunks
+
+    @property
+    def _is_replaying(self) -> bool:
+        return self._memory is not None and self._memory.num_replayed is not None
+
+
+class RowDispatcher(SpreadDispatcher):
+    """Every row travels by itself, so that a plan may send the rows of one expert to several ranks.
+
+    One all-to-all of counts, one host sync, then rows out and results back. A token's K results are added in FP32,
+    k ascending, and cast once.
+    """
+
+    def plan(self, expert_ids_TK: Tensor, splits: Splits | None = None) -> Plan:
         routing = sort_by_expert(expert_ids_TK, self.num_experts)
-        splits = self._replayed_splits(routing)
         if splits is None:
-            splits = self._assumed_splits(routing) if self.assumed_routing else self._agree_on_splits(routing)
-            if self._memory is not None:
-                self._memory.kept.append(splits)
+            agree = self._assumed_splits if self.assumed_routing else self._agree_on_splits
+            whole = slice(0, len(expert_ids_TK))
+            (chunk,) = self.once(lambda: [Chunk(tokens=whole, splits=agree(routing))])
+            assert chunk.splits is not None
+            splits = chunk.splits
+        if self._is_replaying:
+            # Rows sent by counts that are not theirs would land at the wrong experts without a word.
+            assert_later(
+                (_counts(routing) == splits.sent_E).all(),
+                "A recompute chose other experts than the first pass: its router is not deterministic. "
+                "Set recompute='none'.",
+            )
         exchange = _exchange_plan(splits.received_PL, splits.num_sent, splits.num_received)
         return Plan(routing=routing, exchange=exchange)
 
-    def _replayed_splits(self, routing: Routing) -> Splits | None:
-        memory = self._memory
-        if memory is None or memory.num_replayed is None:
-            return None
-        splits = memory.kept[memory.num_replayed]
-        memory.num_replayed += 1
-        # Rows sent by counts that are not theirs would land at the wrong experts without a word.
-        assert_later(
-            (_counts(routing) == splits.sent_E).all(),
-            "A recompute chose other experts than the first pass: its router is not deterministic. "
-            "Set recompute='none'.",
-        )
-        return splits
+    def count(self, expert_ids_TK: Tensor, num_pieces: int, *, count_most: bool) -> Pieces:
+        where = (expert_ids_TK, self.num_experts, self.group)
+        if self.assumed_routing is not None:
+            return assumed_pieces(self.assumed_routing, *where, num_pieces=num_pieces, count_most=count_most)
+        return agree_on_pieces(*where, num_pieces=num_pieces, count_most=count_most)
 
     def _agree_on_splits(self, routing: Routing) -> Splits:
         sent_E = _counts(routing)

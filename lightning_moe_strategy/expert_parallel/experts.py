@@ -16,7 +16,7 @@ Shapes: T tokens, K experts per token, D hidden size, E experts in all, L expert
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from weakref import WeakKeyDictionary
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_moe_strategy._torch_compat import in_backward
+from lightning_moe_strategy.expert_parallel.chunks import Chunking, bytes_of_row, run_in_chunks
 from lightning_moe_strategy.expert_parallel.dispatch import EPDispatcher
-from lightning_moe_strategy.expert_parallel.local_math import LocalRows, choose_local_math
+from lightning_moe_strategy.expert_parallel.local_math import LocalMath, LocalRows, choose_local_math
+from lightning_moe_strategy.expert_parallel.splits import Splits
 
 RoutingObserver = Callable[[Tensor], None]
 
@@ -79,8 +81,8 @@ def require_experts(root: nn.Module, ep: int) -> dict[str, nn.Module]:
     return experts
 
 
-def attach(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], None]:
-    """Make ``experts`` send its rows through ``dispatcher``. Returns a function that undoes it.
+def attach(experts: nn.Module, dispatcher: EPDispatcher, chunking: Chunking | None = None) -> Callable[[], None]:
+    """Make ``experts`` send its rows through ``dispatcher``, in chunks or all at once. Returns how to undo it.
 
     Only this instance's forward changes. Its parameters may be spread later, but before the first forward: DTensors
     of E experts, sharded on dim 0 over ep, or plain tensors of this rank's L experts.
@@ -102,19 +104,16 @@ def attach(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], None]:
                 f"{tuple(expert_ids_TK.shape)} and {tuple(weights_TK.shape)}: flatten batch and sequence first."
             )
         _observe(self, expert_ids_TK)
-        plan = dispatcher.plan(expert_ids_TK)
-        rows_RD, probs_R, offsets_L = dispatcher.dispatch(hidden_TD, weights_TK, plan)
-        token_of_row_R = plan.token_of_row_R
-        rows = LocalRows(
-            rows_RD=rows_RD,
-            probs_R=probs_R,
-            offsets_L=offsets_L,
-            weights_dtype=weights_TK.dtype,
-            gathered_from=None if token_of_row_R is None else (hidden_TD, token_of_row_R),
-        )
-        with _only_local_experts(self, dispatcher.num_local_experts):
-            rows_RD = local_math(self, rows)
-        return dispatcher.combine(rows_RD.to(hidden_TD.dtype), plan)
+        local = _local_parameters(self, dispatcher.num_local_experts)
+        run = _Run(self, dispatcher, local_math, tuple(local))
+        tokens, parameters = (hidden_TD, expert_ids_TK, weights_TK), list(local.values())
+        if chunking is None or chunking.is_off:
+            return run(None, *tokens, parameters)
+        bytes_per_row = bytes_of_row(hidden_TD.shape[1], parameters)
+        chunks = chunking.choose(dispatcher, expert_ids_TK, bytes_per_row=bytes_per_row)
+        if len(chunks) == 1:
+            return run(chunks[0].splits, *tokens, parameters)
+        return run_in_chunks(run, chunks, tokens, parameters)
 
     def undo() -> None:
         del experts.forward
@@ -147,20 +146,56 @@ def _observe(experts: nn.Module, expert_ids_TK: Tensor) -> None:
             observer(expert_ids_TK)
 
 
-@contextmanager
-def _only_local_experts(experts: nn.Module, num_local_experts: int) -> Iterator[None]:
-    """The module as its forward should see it on this rank: local tensors, local count."""
-    parameters = experts._parameters
-    whole = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+class _Run:
+    """From tokens to their results: out to the ranks of their experts, through these, and back."""
+
+    def __init__(
+        self, experts: nn.Module, dispatcher: EPDispatcher, local_math: LocalMath, names: tuple[str, ...]
+    ) -> None:
+        self.experts, self.dispatcher, self.local_math, self.names = experts, dispatcher, local_math, names
+
+    def __call__(
+        self,
+        splits: Splits | None,
+        hidden_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        plan = self.dispatcher.plan(expert_ids_TK, splits)
+        rows_RD, probs_R, offsets_L = self.dispatcher.dispatch(hidden_TD, weights_TK, plan)
+        rows = LocalRows(
+            rows_RD=rows_RD,
+            probs_R=probs_R,
+            offsets_L=offsets_L,
+            weights_dtype=weights_TK.dtype,
+            gathered_from=plan.copied_from,
+        )
+        local = dict(zip(self.names, plan.weights_of_rows(parameters), strict=True))
+        with _only_local_experts(self.experts, local, offsets_L.shape[0]):
+            rows_RD = self.local_math(self.experts, rows)
+        return self.dispatcher.combine(rows_RD.to(hidden_TD.dtype), plan)
+
+
+def _local_parameters(experts: nn.Module, num_local_experts: int) -> dict[str, Tensor]:
+    """This rank's part of every parameter of its own, by name."""
+    whole = {name: parameter for name, parameter in experts._parameters.items() if parameter is not None}
     local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in whole.items()}
-    num_experts = _num_experts(experts)
     for name, tensor in local.items():
         if tensor.shape[0] != num_local_experts:
             raise RuntimeError(
                 f"{type(experts).__name__}.{name} holds {tensor.shape[0]} experts on this rank, but it is sent rows "
-                f"of {num_local_experts} (num_experts={num_experts}): spread it over ep, as a DTensor sharded on "
-                "dim 0, before the first forward."
+                f"of {num_local_experts} (num_experts={_num_experts(experts)}): spread it over ep, as a DTensor "
+                "sharded on dim 0, before the first forward."
             )
+    return local
+
+
+@contextmanager
+def _only_local_experts(experts: nn.Module, local: Mapping[str, Tensor], num_local_experts: int) -> Iterator[None]:
+    """The module as its forward should see it on this rank: local tensors, local count."""
+    parameters, num_experts = experts._parameters, _num_experts(experts)
+    whole = {name: parameters[name] for name in local}
     parameters.update(local)  # type: ignore[arg-type]  # what a module looks up need not be an nn.Parameter
     experts.num_experts = num_local_experts  # type: ignore[assignment]
     try:

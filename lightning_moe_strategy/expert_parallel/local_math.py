@@ -25,7 +25,7 @@ class LocalRows:
     weights_dtype: torch.dtype
     """Of the router's weights: a module's own math gets the probabilities as it always has."""
     gathered_from: tuple[Tensor, Tensor] | None = None
-    """``(x_TD, token_of_row_R)`` where the rows are copies of this rank's tokens."""
+    """``(x_TD, token_of_row_R)`` where the rows are copies of tokens that are kept in their place."""
 
     @property
     def expert_of_row_R(self) -> Tensor:
@@ -89,7 +89,9 @@ def _is_silu(activation: object) -> bool:
 
 
 def _gated_swiglu(experts: nn.Module, rows: LocalRows) -> Tensor:
-    gate_up_LHD, down_LDI = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+    # Not get_parameter: while a chunk runs, what stands there is a plain tensor.
+    gate_up_LHD, down_LDI = experts._parameters["gate_up_proj"], experts._parameters["down_proj"]
+    assert gate_up_LHD is not None and down_LDI is not None
     same_dtype = rows.rows_RD.dtype == gate_up_LHD.dtype
     return expert_mlp(
         rows.rows_RD.to(gate_up_LHD.dtype),

@@ -32,8 +32,8 @@ product, the gradient, and one more for the next result."""
 SWIGLU_FORWARD = 3 * FP32
 """The same in the forward: gate and up, and the silu that becomes the result."""
 
-SWIGLU_BLOCK_NUMBERS = math.inf
-"""Numbers that have these temporaries at the same time: on a GPU those of all rows."""
+SWIGLU_BLOCK_NUMBERS = 2**24
+"""Numbers that have these temporaries at the same time on a GPU."""
 
 EXPANDED_BYTES = 2**30
 """Of the keys and values that dense MLA expands at a time under cp (context_parallel/latent.py)."""
@@ -90,7 +90,7 @@ def added_by_attention_backward(workload: Workload, side: DenseSide) -> float:
     if shape.is_sparse:
         # Of the absorbed query and of the latents' average, which has no room to take: it is wider than the output.
         width = shape.heads * (2 * shape.kv_lora + shape.rope_head_dim - shape.v_head_dim)
-        return BF16 * width + (0 if workload.fa4_pr_2816 else probability_bytes(shape))
+        return BF16 * width + _score_gradient(workload, side)
     queries = shape.heads * shape.qk_head_dim
     if side.cp == 1:
         return BF16 * queries
@@ -141,6 +141,19 @@ def _returned_by_kernel(width: int, side: DenseSide) -> float:
 def probability_bytes(shape: ModelShape) -> float:
     """P, or dS, of one token's sparse attention: what FlashAttention pull request 2816 saves twice."""
     return max(shape.heads, PROBABILITY_HEADS) * shape.index_top_k * BF16
+
+
+def _score_gradient(workload: Workload, side: DenseSide) -> float:
+    """dS of sparse attention, per own token: of all of them before the pull request, with it of a chunk of one
+    sequence's (kernels/sparse_flash_attention.py), or of none (our own kernel)."""
+    shape, tokens = workload.model, workload.tokens_per_gpu(side)
+    if not workload.fa4_pr_2816:
+        return probability_bytes(shape)
+    if workload.fa4_token_chunk is None:
+        return 0.0
+    of_sequence = tokens / workload.micro_batch
+    chunk = min(workload.fa4_token_chunk or of_sequence, of_sequence)
+    return BF16 * shape.heads * shape.index_top_k * chunk / tokens
 
 
 def attention_output(shape: ModelShape) -> float:
@@ -205,17 +218,34 @@ def added_by_expert_row(shape: ModelShape) -> float:
 
 
 def forward_rows(workload: Workload, side: ExpertSide, tokens: int) -> float:
-    """Rows of one layer in its forward: the larger of those in the activation and those on their way back."""
-    shape = workload.model
+    """Rows of one layer in its forward: the largest of its activation, its last product, and results on their way."""
+    shape, num_chunks = workload.model, workload.num_chunks(side, tokens)
+    rows = math.ceil(tokens / num_chunks) * workload.expert_rows_per_token(side)
+    computed, returned = _computed_and_returned(workload, side, tokens)
+    return rows * received_row(shape) + max(computed, returned)
+
+
+def forward_results(workload: Workload, side: ExpertSide, tokens: int) -> float:
+    """Results of a layer's tokens in its forward, where its peak is in their sums over ranks."""
+    computed, returned = _computed_and_returned(workload, side, tokens)
+    is_sum = side.ep > 1 and workload.num_chunks(side, tokens) == 1 and returned > computed
+    return tokens * BF16 * workload.model.hidden * is_sum
+
+
+def _computed_and_returned(workload: Workload, side: ExpertSide, tokens: int) -> tuple[float, float]:
+    """Beside the rows as they arrived: at the most while they are computed, and when their results are sent back."""
+    shape, num_chunks = workload.model, workload.num_chunks(side, tokens)
+    tokens = math.ceil(tokens / num_chunks)
     rows, width = tokens * workload.expert_rows_per_token(side), shape.moe_intermediate
-    activation = rows * BF16 * width + SWIGLU_FORWARD * min(rows * width, SWIGLU_BLOCK_NUMBERS)
-    # Results as computed; in the order of the ranks; and those of this rank's tokens as they arrive.
-    returned = BF16 * shape.hidden * (rows if side.ep == 1 else 2 * rows + tokens * shape.top_k)
-    arrived, kept = rows * received_row(shape), rows * kept_by_expert_row(shape)
-    if workload.recompute == "none":
-        # Kept, and counted there: the product, and the rows where they are no copies of this rank's tokens.
-        arrived, kept = arrived if side.ep == 1 else 0.0, 0.0
-    return arrived + max(activation + kept, returned)
+    # A block of the activation's temporaries, and the next one's gate and up before they are let go.
+    numbers, block = rows * width, SWIGLU_BLOCK_NUMBERS
+    temporaries = SWIGLU_FORWARD * min(numbers, block) + 2 * FP32 * max(0, min(numbers - block, block))
+    computed = BF16 * numbers + max(temporaries, BF16 * shape.hidden * rows)
+    if workload.recompute != "none" or num_chunks > 1:
+        computed += rows * kept_by_expert_row(shape)  # else it is counted among what is kept
+    # Results as computed; their sums by token; and those of this rank's tokens as they arrive.
+    copies = workload.received_copies_per_token(side) + workload.sent_copies_per_token(side)
+    return computed, BF16 * shape.hidden * (rows if side.ep == 1 else rows + tokens * copies)
 
 
 def swiglu_temporaries(shape: ModelShape, rows: float) -> float:
@@ -226,13 +256,10 @@ def swiglu_temporaries(shape: ModelShape, rows: float) -> float:
 def exchange_buffers(workload: Workload, experts: ExpertSide) -> float:
     """Static buffers of the dispatcher, per token of a rank.
 
-    all_to_all: none, rows arrive in tensors of their own. all_gather: every rank's tokens in bf16 and their FP32
-    gradient. symm_mem: room for one copy of every rank's tokens with the (expert, probability) pairs, twice, so
-    that a layer may send before the last one has read.
+    all_to_all and all_gather: none, copies arrive in tensors of their own. symm_mem: room for one copy of every rank's
+    tokens with the (expert, probability) pairs, twice, so that a layer may send before the last one has read.
     """
     shape = workload.model
-    if workload.dispatcher == "all_gather":
-        return experts.ep * (BF16 + FP32) * shape.hidden
     if workload.dispatcher == "symm_mem":
         return 2 * experts.ep * (BF16 * shape.hidden + 2 * FP32 * shape.top_k)
     return 0.0

@@ -54,7 +54,13 @@ def check(workload: Workload) -> None:
         raise PlanError(
             f"assumptions('seed') are GLM-5.2's, and model is {workload.model.name!r}. Plan glm-5.2, or use exact."
         )
+    if workload.fa4_token_chunk is not None:
+        raise PlanError(
+            f"fa4_token_chunk({workload.fa4_token_chunk}) has no figure in the seed, which takes off all of dS. Leave "
+            "it out, or use assumptions exact."
+        )
     priced = {"recompute": "block", "optimizer": "adamw", "dispatcher": "all_to_all", "balance": "worst"}
+    priced["ep_chunks"] = "none"
     for name, value in priced.items():
         if getattr(workload, name) != value:
             raise PlanError(

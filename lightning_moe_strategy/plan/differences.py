@@ -59,14 +59,14 @@ def _parameters(by_seed: Evaluation, by_dimensions: Evaluation) -> list[Differen
 
 def _memory(by_seed: Evaluation, by_dimensions: Evaluation) -> list[Difference]:
     tokens, side = by_dimensions.dense.tokens, by_dimensions.experts.side
-    worst = replace(by_dimensions.arithmetic.workload, balance="worst")
-    rows = memory.expert_row_bytes(worst, side, tokens)
+    worst = replace(by_dimensions.arithmetic.workload, balance="worst", ep_chunks="none")
+    moment = memory.expert_moments(worst, side, tokens)["last layer's experts"]
     return [
         Difference(
             quantity="rows of the worst routing",
             unit="GB",
             seed=by_seed.experts.moments["step"]["ep_buffers"] / 1e9,
-            exact=sum(rows.values()) / 1e9,
+            exact=(moment["ep_buffers"] + moment["expert_rows"]) / 1e9,
             why=f"{worst.expert_rows_per_token(side):g} rows per own token, which pass through the experts' GEMMs",
         ),
         Difference(

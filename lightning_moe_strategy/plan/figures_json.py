@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_moe_strategy.plan import time
+from lightning_moe_strategy.plan.layout import ranks_per_domain
 from lightning_moe_strategy.plan.memory import TRANSIENT, least_gpus
+from lightning_moe_strategy.plan.redundancy import redundancy
 from lightning_moe_strategy.plan.verdict import dynamic_bytes, longest_context
 
 if TYPE_CHECKING:
@@ -27,8 +29,11 @@ def to_json(plan: "Plan") -> "Json":
             "recompute": work.recompute,
             "dispatcher": work.dispatcher,
             "balance": work.balance,
+            "ep_chunks": work.ep_chunks,
+            "ep_chunk_bytes": work.ep_chunk_bytes,
             "optimizer": work.optimizer,
             "fa4_pr_2816": work.fa4_pr_2816,
+            "fa4_token_chunk": work.fa4_token_chunk,
         },
         "world": work.gpus,
         "layout": {**vars(evaluation.dense.side), **vars(evaluation.experts.side)},
@@ -43,6 +48,7 @@ def to_json(plan: "Plan") -> "Json":
         "memory_gb": _memory(plan),
         "efsdp": _efsdp(plan),
         "cp": _cp(plan),
+        "redundant_experts": _redundant_experts(plan),
         "compute": _compute(plan),
         "traffic_gb_per_layer": _traffic(plan),
         "days": days(plan),
@@ -117,6 +123,25 @@ def _cp(plan: "Plan") -> "Json":
         "nvlink_gb": figures.cp_nvlink_bytes / 1e9,
         "rdma_seconds": figures.cp_rdma_seconds,
         "extra_time_share": figures.cp_rdma_seconds / layer,
+    }
+
+
+def _redundant_experts(plan: "Plan") -> "Json | None":
+    work, evaluation = plan.workload, plan.evaluation
+    domain = ranks_per_domain(work.gpus, work.cluster)
+    price = redundancy(work, evaluation.experts.side, tokens=evaluation.dense.tokens, ranks_per_domain=domain)
+    if price is None:
+        return None
+    least, most = price.pays_above_skew
+    return {
+        "expert_gb": price.expert_bytes / 1e9,
+        "experts_seconds": price.experts_seconds,
+        "plan_seconds": price.plan_seconds,
+        "least_move_seconds": price.least_move_seconds,
+        "most_move_seconds": price.most_move_seconds,
+        "least_skew_that_pays": least,
+        "most_skew_that_pays": most,
+        "verdict": price.sentence,
     }
 
 

@@ -159,6 +159,8 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
             **at(layers=max(one_layer, 1 - one_layer), gradients=1),
             "expert_units": weights.in_forward(is_last=is_only),
             "expert_rows": act.forward_rows(workload, side, tokens),
+            "recompute_backward": _results_of_chunks(workload, side, tokens)
+            + act.forward_results(workload, side, tokens),
         },
         "head in the forward": at(layers=1, gradients=1),
         "head and loss": at(layers=1, gradients=0),
@@ -225,12 +227,28 @@ def saved_between_passes(workload: Workload, side: DenseSide, num_layers: int | 
 
 
 def saved_expert_rows(workload: Workload, side: ExpertSide, tokens: int) -> float:
-    """Rows that every layer keeps for its backward without recompute; none with it."""
+    """Rows that every layer keeps for its backward without recompute. In chunks, the tokens alone.
+
+    With recompute: which slot each row is of, where rows come from other ranks.
+    """
+    shape = workload.model
     if workload.recompute != "none":
-        return 0.0
+        rows = tokens * workload.expert_rows_per_token(side)
+        return rows * INT32 * shape.moe_layers if side.ep > 1 else 0.0
+    if workload.num_chunks(side, tokens) > 1:
+        # Where there are shared experts, these keep them.
+        return 0.0 if shape.shared_intermediate else tokens * BF16 * shape.hidden * shape.moe_layers
     rows = tokens * workload.expert_rows_per_token(side)
-    per_layer = _kept_rows(workload, side, tokens) + rows * act.kept_by_expert_row(workload.model)
-    return per_layer * workload.model.moe_layers
+    per_layer = _kept_rows(workload, side, tokens) + rows * act.kept_by_expert_row(shape)
+    return per_layer * shape.moe_layers
+
+
+def _results_of_chunks(workload: Workload, side: ExpertSide, tokens: int) -> float:
+    """Of all chunks of a layer together, in its forward. Without recompute the normalised tokens are kept instead of
+    held, where no shared experts keep them as well: as many."""
+    shape = workload.model
+    is_held = workload.recompute != "none" or shape.shared_intermediate > 0
+    return tokens * BF16 * shape.hidden * (is_held and workload.num_chunks(side, tokens) > 1)
 
 
 def expert_row_bytes(workload: Workload, side: ExpertSide, tokens: int) -> dict[str, float]:
@@ -239,10 +257,11 @@ def expert_row_bytes(workload: Workload, side: ExpertSide, tokens: int) -> dict[
     The seed provides for 13312 B from every ep rank's every token; that the rows then pass through the GEMMs is
     the larger part in the worst case.
     """
-    shape = workload.model
+    shape, num_chunks = workload.model, workload.num_chunks(side, tokens)
+    tokens = math.ceil(tokens / num_chunks)
     rows = tokens * workload.expert_rows_per_token(side)
     computed = rows * act.added_by_expert_row(shape) + act.swiglu_temporaries(shape, rows)
-    if workload.recompute == "none":
+    if workload.recompute == "none" and num_chunks == 1:
         return {"ep_buffers": 0.0, "expert_rows": computed}
     return {
         "ep_buffers": _kept_rows(workload, side, tokens),
@@ -268,26 +287,35 @@ def head_activations(workload: Workload, side: DenseSide) -> float:
 
 
 def _kept_rows(workload: Workload, side: ExpertSide, tokens: int) -> float:
-    """Rows as they arrived; where none leaves its rank, the tokens they are gathered from."""
-    shape = workload.model
+    """Rows as they were gathered from copies of tokens, or these copies, where a backward pass is far."""
+    shape, rows = workload.model, tokens * workload.expert_rows_per_token(side)
     if side.ep == 1:
         return tokens * (BF16 * shape.hidden + FP32 * shape.top_k)
-    return tokens * workload.expert_rows_per_token(side) * act.received_row(shape)
+    if workload.keeps_copies(side, tokens):
+        return tokens * workload.received_copies_per_token(side) * BF16 * shape.hidden + rows * FP32
+    return rows * act.received_row(shape)
 
 
 def _working_experts(workload: Workload, weights: ExpertWeights, tokens: int, *, is_first: bool) -> dict[str, float]:
     """The experts' backward: the larger of its activation's temporaries, and its last product with all gradients."""
     shape, side = workload.model, weights.side
-    rows = tokens * workload.expert_rows_per_token(side)
+    num_chunks = workload.num_chunks(side, tokens)
+    rows = math.ceil(tokens / num_chunks) * workload.expert_rows_per_token(side)
     buckets = expert_row_bytes(workload, side, tokens)
     units = weights.during_experts(is_first=is_first)
     activation = act.swiglu_temporaries(shape, rows)
     # The rows' gradients; where tokens stood in for rows, these are there again.
-    product = rows * BF16 * shape.hidden * (2 if side.ep == 1 else 1)
+    product = rows * BF16 * shape.hidden * (2 if workload.keeps_copies(side, tokens) else 1)
     if product + weights.gradients > activation:
         units += weights.gradients
         buckets["expert_rows"] += product - activation
     buckets["ep_buffers"] += tokens * act.exchange_buffers(workload, side)
+    if num_chunks > 1:
+        # What chunks share: sums of the weights' gradients, the tokens (saved without recompute) and their gradients;
+        # and the results of this one.
+        units += FP32 * weights.parameters
+        of_tokens = (2 if workload.recompute != "none" else 1) + 1 / num_chunks
+        buckets["recompute_backward"] = tokens * (of_tokens * BF16 * shape.hidden + FP32 * shape.top_k)
     return {"expert_units": units, **buckets}
 
 

@@ -122,6 +122,7 @@ _NO_SIZES = (
     "num_groups",
     "top_k_groups",
     "norm_eps",
+    "mtp_loss",
 )
 """Fields of ModelConfig that change neither a size nor a cost."""
 

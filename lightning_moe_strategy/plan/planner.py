@@ -20,7 +20,15 @@ from lightning_moe_strategy.plan.layout import resolve
 from lightning_moe_strategy.plan.model_files import load_model
 from lightning_moe_strategy.plan.search import Degrees, Evaluation, best, price, ranked
 from lightning_moe_strategy.plan.verdict import verdict
-from lightning_moe_strategy.plan.workload import Assumptions, Balance, Dispatcher, Optimizer, Recompute, Workload
+from lightning_moe_strategy.plan.workload import (
+    Assumptions,
+    Balance,
+    Dispatcher,
+    EPChunks,
+    Optimizer,
+    Recompute,
+    Workload,
+)
 
 JsonValue: TypeAlias = "str | int | float | bool | None | list[JsonValue] | dict[str, JsonValue]"
 Json: TypeAlias = dict[str, JsonValue]
@@ -57,6 +65,13 @@ class PlanRequest:
 
     None: ``worst`` under the seed's assumptions, else ``balanced``.
     """
+    ep_chunks: EPChunks = "none"
+    """Parts of a layer's tokens that go through its experts one after the other, as the strategy's ``ep_chunks``.
+
+    ``adaptive``: as many as the rows of ``balance`` need. Even routing needs one, and time is that of even routing.
+    """
+    ep_chunk_bytes: int | None = None
+    """Of expert rows, what ``adaptive`` stays below. None: 1.5 times the rows of even routing."""
     optimizer: Optimizer = "adamw"
     assumptions: Assumptions = "exact"
     achieved_tflops: float | None = None
@@ -67,6 +82,11 @@ class PlanRequest:
     """Sparse MLA kernels that neither keep P nor materialise dS (FlashAttention pull request 2816, and our own).
 
     None: False under the seed's assumptions, else True.
+    """
+    fa4_token_chunk: int | None = None
+    """Tokens whose dS that pull request's backward pass has in memory at a time; 0 is those of a whole sequence.
+
+    None: none, as our own kernel.
     """
 
 
@@ -202,10 +222,14 @@ def arithmetic(request: PlanRequest) -> Arithmetic:
         recompute=request.recompute,
         dispatcher=request.dispatcher,
         balance=request.balance or ("worst" if is_seed else "balanced"),
+        ep_chunks=request.ep_chunks,
+        ep_chunk_bytes=request.ep_chunk_bytes,
         optimizer=request.optimizer,
         fa4_pr_2816=not is_seed if request.fa4_pr_2816 is None else request.fa4_pr_2816,
         achieved_flops=_achieved(request, cluster),
+        fa4_token_chunk=request.fa4_token_chunk,
     )
+    _check_token_chunk(work)
     return Seed(workload=work) if is_seed else Exact(workload=work)
 
 
@@ -234,6 +258,7 @@ def _check(request: PlanRequest) -> None:
         value = getattr(request, name)
         if value is not None:
             require(name, value, math.isfinite(value) and value > 0, "above 0", "Correct it or leave it out.")
+    _check_chunks(request)
     kinds = {"recompute": Recompute, "dispatcher": Dispatcher, "optimizer": Optimizer, "assumptions": Assumptions}
     if request.balance is not None:
         kinds["balance"] = Balance
@@ -241,6 +266,30 @@ def _check(request: PlanRequest) -> None:
         value, known = getattr(request, name), get_args(kind)
         if value not in known:
             raise unknown(name, str(value), known, remedy="Choose one of them.")
+
+
+def _check_token_chunk(work: Workload) -> None:
+    chunk = work.fa4_token_chunk
+    if chunk is None:
+        return
+    is_count = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk >= 0
+    require("fa4_token_chunk", chunk, is_count, "a whole number of at least 0", "Correct it or leave it out.")
+    rule, remedy = "left out where attention is not sparse", "Leave it out."
+    require("fa4_token_chunk", chunk, work.model.is_sparse, rule, remedy)
+    rule, remedy = "left out without fa4_pr_2816, whose option it is", "Say fa4_pr_2816, or leave it out."
+    require("fa4_token_chunk", chunk, work.fa4_pr_2816, rule, remedy)
+
+
+def _check_chunks(request: PlanRequest) -> None:
+    chunks, size = request.ep_chunks, request.ep_chunk_bytes
+    is_count = isinstance(chunks, int) and not isinstance(chunks, bool) and chunks >= 1
+    rule = "'none', 'adaptive' or a whole number of at least 1"
+    require("ep_chunks", chunks, is_count or chunks in ("none", "adaptive"), rule, "Choose one of them.")
+    if size is not None:
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        require("ep_chunk_bytes", size, is_size, "a whole number of at least 1", "Correct it or leave it out.")
+        rule = "left out unless ep_chunks is adaptive: a plan takes other chunks as they are"
+        require("ep_chunk_bytes", size, chunks == "adaptive", rule, "Leave it out.")
 
 
 def _degrees(request: PlanRequest) -> Degrees:
@@ -254,8 +303,11 @@ def _differences(made: Plan) -> list[Difference]:
         recompute="block",
         dispatcher="all_to_all",
         balance=None,
+        ep_chunks="none",
+        ep_chunk_bytes=None,
         optimizer="adamw",
         achieved_tflops=None,
+        fa4_token_chunk=None,
     )
     dense, experts = made.evaluation.dense.side, made.evaluation.experts.side
     exact = price(Exact(workload=made.workload), dense, experts)

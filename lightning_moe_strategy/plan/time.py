@@ -32,13 +32,17 @@ class LayerCompute:
     """FLOP/s of the attention's kernel, as a share of the linear layers'."""
     indexer: float
     """Forward only: no gradient, and a saved top-k is not computed again."""
+    routed: float
+    """Of ``linear``, the routed experts'."""
     recomputes_linear: bool
     recomputes_attention: bool
+    repeats_experts: bool
+    """In chunks, whose forward runs once more in their backward pass."""
 
     @property
     def linear_step(self) -> float:
         """Linear FLOPs of a step: forward, backward twice, recompute. Seed: 4 GFLOP/token for GLM-5.2."""
-        return self.linear * (3 + self.recomputes_linear)
+        return self.linear * (3 + self.recomputes_linear) + self.routed * self.repeats_experts
 
     @property
     def attention_ratio(self) -> float:
@@ -59,7 +63,7 @@ class LayerCompute:
 
     def backward_seconds(self, achieved: float) -> float:
         """Of one token, recompute included."""
-        linear = self.linear * (2 + self.recomputes_linear)
+        linear = self.linear * (2 + self.recomputes_linear) + self.routed * self.repeats_experts
         attention = self.attention * (ATTENTION_BACKWARD + self.recomputes_attention) / self.attention_rate
         return (linear + attention) / achieved
 
@@ -72,8 +76,10 @@ def layer_compute(workload: Workload, side: DenseSide) -> LayerCompute:
         attention=_attention_flops(shape, workload.context),
         attention_rate=SPARSE_ATTENTION_RATE if shape.is_sparse else 1.0,
         indexer=_indexer_flops(shape, workload.context),
+        routed=2 * shape.counts.experts * shape.top_k / shape.num_experts / shape.layers,
         recomputes_linear=workload.recompute != "none",
         recomputes_attention=workload.recompute == "block",
+        repeats_experts=workload.chunks_even_routing,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_moe_strategy.plan import activations as act
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide, Group, group
-from lightning_moe_strategy.plan.workload import BF16, FP32, Workload
+from lightning_moe_strategy.plan.workload import BF16, FP32, INT32, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,31 +111,25 @@ def context_parallel_shares(side: DenseSide, ranks_per_domain: int) -> tuple[flo
 
 
 def _dispatched_rows(workload: Workload, side: ExpertSide, tokens: int, ranks_per_domain: int) -> Transfer:
-    """Rows out and results back, routing even: once forward, once in the recompute, once backward."""
+    """Copies of tokens out and partial results back, routing even: once forward, once in each recompute, once backward.
+
+    Beside a copy travel the probabilities of all its experts, whose gradients come back, and the first time their ids.
+    """
     shape = workload.model
     ranks = group(side.ep, 1, ranks_per_domain)
-    if workload.dispatcher == "all_gather":
-        # Every token of the group in bf16, partial results in FP32.
-        one_way = tokens * shape.hidden * side.ep * (BF16 + FP32) / 2
-    else:
-        is_plain = workload.dispatcher == "all_to_all"
-        copies = shape.top_k if is_plain else distinct_ranks(shape.top_k, side.ep)
-        one_way = tokens * copies * act.received_row(shape)
-    passes = 1 if workload.recompute == "none" else 2
+    copies = tokens * workload.sent_copies_per_token(side)
+    both_ways = copies * (2 * BF16 * shape.hidden + FP32 * shape.top_k)
+    ids = copies * INT32 * shape.top_k
+    passes = 1 + (workload.recompute != "none") + workload.chunks_even_routing
     return Transfer(
         axis="ep",
-        forward_rdma=2 * one_way * ranks.rdma_share,
-        forward_nvlink=2 * one_way * ranks.nvlink_share,
-        backward_rdma=2 * one_way * passes * ranks.rdma_share,
-        backward_nvlink=2 * one_way * passes * ranks.nvlink_share,
+        forward_rdma=(both_ways + ids) * ranks.rdma_share,
+        forward_nvlink=(both_ways + ids) * ranks.nvlink_share,
+        backward_rdma=both_ways * passes * ranks.rdma_share,
+        backward_nvlink=both_ways * passes * ranks.nvlink_share,
         hideable=False,
         only_moe_layers=True,
     )
-
-
-def distinct_ranks(top_k: int, ep: int) -> float:
-    """Ranks that a token's experts lie on, on average over even routing: copies a deduplicating dispatcher sends."""
-    return ep * (1 - (1 - 1 / ep) ** top_k)
 
 
 def _all_reduced(axis: str, parameters: float, group: Group) -> Transfer:

@@ -147,6 +147,8 @@ def changes(evaluation: Evaluation) -> Iterator[tuple[str, Evaluation]]:
     settings += [
         (f"recompute {how}", {"recompute": how}) for how in ("none", "selective", "block") if how != work.recompute
     ]
+    if work.balance == "worst" and work.ep_chunks == "none":
+        settings.append(("run experts in adaptive chunks", {"ep_chunks": "adaptive"}))
     if work.optimizer == "adamw":
         settings.append(("use Muon", {"optimizer": "muon"}))
     if work.model.is_sparse and not work.fa4_pr_2816:

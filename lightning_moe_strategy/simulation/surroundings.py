@@ -1,6 +1,5 @@
 """What a simulated step needs around it, because its tensors are fake and on the CPU."""
 
-import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -8,10 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_moe_strategy import _torch_compat
-from lightning_moe_strategy.kernels import swiglu
+from lightning_moe_strategy.kernels import ragged_rows, swiglu
 from lightning_moe_strategy.simulation.step import class_name
 
 
@@ -29,14 +28,19 @@ class GroupedProducts(_torch_compat.OperationMode):
 
 @contextmanager
 def kernels_of(accelerator: Literal["gpu", "cpu"]) -> Generator[None, None, None]:
-    """Fake tensors are on the CPU: what works through blocks for its cache takes whole tensors, as on a GPU."""
-    block = swiglu.CPU_BLOCK_NUMBERS
+    """Fake tensors are on the CPU: what works through blocks takes those of a GPU, or none where a kernel has none."""
+    block, add_in_blocks = swiglu.CPU_BLOCK_NUMBERS, ragged_rows.add_in_blocks
     if accelerator == "gpu":
-        swiglu.CPU_BLOCK_NUMBERS = sys.maxsize
+        swiglu.CPU_BLOCK_NUMBERS = swiglu.CUDA_BLOCK_NUMBERS
+        ragged_rows.add_in_blocks = _sums_alone
     try:
         yield
     finally:
-        swiglu.CPU_BLOCK_NUMBERS = block
+        swiglu.CPU_BLOCK_NUMBERS, ragged_rows.add_in_blocks = block, add_in_blocks
+
+
+def _sums_alone(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    return rows_RD.new_empty(len(row_of_slot_TK), rows_RD.shape[1])
 
 
 @contextmanager

@@ -59,6 +59,8 @@ class StepWatch(OperationMode):
             self.memory.pass_through(args[1], str(operation))
         if operation is torch.ops.c10d.alltoall_base_.default:
             self.memory.row_counts |= {rows.shape[0] for rows in args[:2] if rows.dim() == 2}
+        if operation is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+            self.memory.row_counts.add(args[0].shape[0])  # rows, of which the copies that travel are fewer
         collective = self.communication.observe(operation, args)
         if collective is not None:
             self.issues.append(self._communication(collective, args))
