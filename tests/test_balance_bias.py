@@ -21,7 +21,7 @@ from lightning_moe_strategy.expert_parallel.balance import BalanceBias, biases_a
 from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
 from lightning_moe_strategy.expert_parallel.experts import attach, find_experts
 from tests.modules import HuggingFaceLanguageModel, PlainLanguageModel, tiny_hf_config
-from tests.parity import LAYOUTS_OF_4, fit
+from tests.parity import LAYOUTS_OF_4, InOrder, fit
 from tests.test_router_losses import NUM_SEQUENCES, Ours, PaddedTokens, Reentrant, name_of
 
 RATE = 0.05
@@ -93,12 +93,12 @@ class Validated(Ours):
     def __init__(self) -> None:
         super().__init__(scoring="sigmoid", balance_bias=True)
 
+    num_validated = 0
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        Validated.num_validated += 1
         with torch.enable_grad():
             self.model(batch["input_ids"], batch.get("position_ids"))
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(PaddedTokens(NUM_SEQUENCES, "shift_labels"), batch_size=1)
 
 
 def trained(
@@ -133,9 +133,22 @@ def test_recompute_does_not_count_tokens_twice(ranks4):
     assert_moved(ranks4(trained, degrees, Sigmoid), after_a_plain_loop(Sigmoid))
 
 
+def trained_and_validated() -> list[dict[str, Tensor]]:
+    """A datamodule's loaders are the only ones that Lightning asks for."""
+    InOrder.val_dataloader = lambda self: DataLoader(  # type: ignore[method-assign]
+        PaddedTokens(NUM_SEQUENCES, "shift_labels"), batch_size=1
+    )
+    try:
+        Validated.num_validated = 0
+        after = trained(dict(fsdp=2, ep=2), Validated, val_check_interval=2, num_sanity_val_steps=2)
+        assert Validated.num_validated > 2
+        return after
+    finally:
+        del InOrder.val_dataloader
+
+
 def test_evaluation_and_the_sanity_check_move_nothing(ranks2):
-    run = partial(trained, val_check_interval=2, num_sanity_val_steps=2)
-    assert_moved(ranks2(run, dict(fsdp=2, ep=2), Validated), after_a_plain_loop(Sigmoid))
+    assert_moved(ranks2(trained_and_validated), after_a_plain_loop(Sigmoid))
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
