@@ -10,6 +10,7 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -114,14 +115,23 @@ def ask(case: Case) -> Witnesses:
     return Witnesses(planned=planned, simulated=simulated, plan=made, simulation=simulation)
 
 
-def differences(witnesses: Witnesses, *, tolerance: float = 0.05, least_share: float = 0.005) -> list[str]:
-    """Buckets that differ by more than ``tolerance`` and by more than ``least_share`` of their moment's bytes."""
+def differences(
+    witnesses: Witnesses,
+    *,
+    tolerance: float = 0.05,
+    least_share: float = 0.005,
+    unplanned: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:
+    """Buckets that differ by more than ``tolerance`` and by more than ``least_share`` of their moment's bytes.
+
+    ``unplanned``: bytes by bucket that the planner is known to leave out.
+    """
     found = []
     for moment, simulated in witnesses.simulated.items():
         planned, total = witnesses.planned[moment], sum(simulated.values())
         for bucket in sorted({*planned, *simulated}):
             ours, theirs = planned.get(bucket, 0.0), simulated.get(bucket, 0.0)
-            if abs(ours - theirs) > max(tolerance * theirs, least_share * total):
+            if abs(ours - theirs) > max(tolerance * theirs, least_share * total, unplanned.get(bucket, 0.0)):
                 found.append(f"{moment}, {bucket}: planned {ours / 1e9:.3f} GB, simulated {theirs / 1e9:.3f} GB")
     return found
 

@@ -34,10 +34,11 @@ def test_moe_block_measures_every_candidate_in_one_process_and_on_two_ranks(tmp_
         assert figures["ours"]["saved_bytes"] < ours["saved_bytes"] < theirs["saved_bytes"]
         # The input alone is T * D numbers.
         assert figures["ours"]["saved_bytes"] > 64 * 32 * itemsize
-        # Rows go out and come back, as do their gradients; ours take their FP32 probability along, and counts in int32.
+        # Rows go out and come back, as do their gradients. Ours are one for each token and rank, and take ids and FP32
+        # probabilities along: of 2 choices among 2 ranks, between half of the rows and all of them.
         rows = (theirs["received_bytes"] - 4 * 8) // (4 * 32 * itemsize)
         assert 0 < rows < 2 * 64 and theirs["received_bytes"] == 4 * 32 * itemsize * rows + 4 * 8
-        assert ours["received_bytes"] == theirs["received_bytes"] + 2 * 4 * rows - 4 * 4
+        assert theirs["received_bytes"] / 2 < ours["received_bytes"] < theirs["received_bytes"]
     assert len(report["goals"]) == 10 and all(goal["min"] <= goal["median"] <= goal["max"] for goal in report["goals"])
 
 

@@ -460,7 +460,7 @@ def test_a_trainer_refuses_a_model_without_an_indexer_and_another_weight_for_the
     (answer,) = ranks1(other_model)
     assert "MoELanguageModel has none" in answer
     (answer,) = ranks1(other_weight)
-    assert "indexer_loss_weight=1.0; this one asks for 0.5" in answer
+    assert "indexer_loss_weight 1.0, now 0.5" in answer
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -68,10 +68,18 @@ def cases(*groups: dict[str, Case]) -> list[object]:
     ]
 
 
+def unplanned(case):
+    """What the planner leaves out, bytes by bucket."""
+    if case.model == "deepseek-v3":
+        return {"layer": 0.16e9}  # latents are made before queries, and their gradients wait for those of queries
+    if case.recompute == "none" and case.ep_chunks != "none":
+        return {"saved": 0.014e9}  # which rows a chunk received, until the step's graph is let go of
+    return {}
+
+
 @pytest.mark.parametrize("case", cases(FAST, SHALLOW, WHOLE))
 def test_every_bucket_at_every_moment_is_the_simulated_one_within_5_percent(case):
-    # Latents are made before queries, so that they travel meanwhile: 0.16 GB of DeepSeek's attention is not planned.
-    assert differences(asked(case), tolerance=0.06 if case.model == "deepseek-v3" else 0.05) == []
+    assert differences(asked(case), unplanned=unplanned(case)) == []
 
 
 @pytest.mark.parametrize("case", cases(FAST, SHALLOW, WHOLE))
