@@ -112,7 +112,7 @@ def test_the_kernel_is_handed_what_ours_takes(calls, monkeypatch):
     assert calls == ["forward", None, None]
     on_gpu(monkeypatch, 9)
     expected = results(*tensors)
-    assert len(calls) == 3 and torch.equal(found[0], expected[0])
+    assert len(calls) == 3
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == want.dtype and (got - want).norm() < CLOSE * want.norm()
 
