@@ -18,6 +18,7 @@ def test_a_benchmark_loads_and_has_a_main(path):
     assert callable(runpy.run_path(str(path))["main"])
 
 
+@pytest.mark.slow
 def test_moe_block_measures_every_candidate_in_one_process_and_on_two_ranks(tmp_path):
     tiny = "--tokens 64 --hidden 32 --intermediate 16 --experts 8 --top-k 2 --repeats 1 --json report.json"
     command = [sys.executable, str(MOE_BLOCK), *tiny.split()]

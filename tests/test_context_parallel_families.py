@@ -28,6 +28,9 @@ LOOSER = dict.fromkeys(LINEAR, 4e-6) | dict.fromkeys(("gpt_oss", "mimo_v2_flash"
 LOOSER_OF_MORE = {"gemma4_text": 2e-5, "bailing_hybrid": 3e-5, "lara_mini": 4e-6}
 """The same sums of linear attention, here over eight layers; Gemma's scores are not scaled down, and large."""
 
+ALWAYS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa", "qwen3_next", "kimi_linear")
+"""One for each kind of attention; the others are slow tests."""
+
 PACKED = [[0, 5, 6, 13], [0, 9, 18, 20]]
 """Starts of documents in the two sequences of a batch: 24 tokens, in chunks of 6 (cp 2) or 3 (cp 4)."""
 
@@ -107,7 +110,9 @@ def refusal(family):
 
 @pytest.mark.parametrize(("degree", "num_tokens", "recompute"), [(2, 24, False), (4, 22, True)], ids=["cp2", "cp4"])
 @pytest.mark.parametrize("packed", [None, PACKED], ids=["one document", "packed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in FAMILIES]
+)
 def test_every_gradient_equals_one_process(family, packed, degree, num_tokens, recompute, request):
     ranks = request.getfixturevalue(f"ranks{degree}")
     for difference, error, parameter in ranks(train, family, num_tokens, packed, recompute):

@@ -414,6 +414,7 @@ def simulated(cp, recompute, weight):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "recompute"), [(1, "none"), (4, "block")])
 def test_a_simulation_counts_the_loss_once_and_in_the_backward_pass(cp, recompute):
     plain, trains = simulated(cp, recompute, 0.0), simulated(cp, recompute, 1.0)

@@ -24,11 +24,8 @@ GLM_NVL8_INSIDE = dataclasses.replace(GLM_NVL8, layout="32,1,8/32,8")
 FAST = {
     "qwen-8": QWEN_ON_8,
     "qwen-64-kept": dataclasses.replace(QWEN_ON_64, recompute="none"),
-    "deepseek-worst": dataclasses.replace(DEEPSEEK, routing="worst"),
     "glm-nvl72": GLM_NVL72,
-    "glm-nvl8-worst": dataclasses.replace(GLM_NVL8, routing="worst"),
     "qwen-8-kept-chunks": dataclasses.replace(QWEN_ON_8, recompute="none", ep_chunks=4),
-    "glm-nvl8-worst-chunks": dataclasses.replace(GLM_NVL8, routing="worst", ep_chunks="adaptive"),
 }
 LAYOUTS = {
     "qwen-8": dataclasses.replace(QWEN_ON_8, context=16_384),
@@ -44,6 +41,7 @@ SHALLOW = {f"{name}-worst": dataclasses.replace(case, routing="worst") for name,
     "qwen-8-one-rank-a-sequence": dataclasses.replace(QWEN_ON_8, context=16_384, layout="1,8,1/1,8"),
     "qwen-64-replicas": QWEN_WITH_REPLICAS,
     "qwen-64-kept-worst-chunks": dataclasses.replace(QWEN_ON_64, recompute="none", routing="worst", ep_chunks=4),
+    "glm-nvl8-worst-chunks": dataclasses.replace(GLM_NVL8, routing="worst", ep_chunks="adaptive"),
     "deepseek-worst-chunks": dataclasses.replace(DEEPSEEK, routing="worst", ep_chunks=4),
     "glm-nvl72-worst-chunks": dataclasses.replace(GLM_NVL72, routing="worst", ep_chunks="adaptive"),
     "deepseek-kept": dataclasses.replace(DEEPSEEK, recompute="none"),

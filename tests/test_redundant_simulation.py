@@ -37,6 +37,7 @@ def test_every_rank_computes_the_rows_of_even_routing(routing: Any):
         assert {simulated.flops["forward", name, "_grouped_mm"] for name in NAMES} == {ROWS * OF_ROW}
 
 
+@pytest.mark.slow
 def test_the_busiest_rank_needs_less_memory_than_with_its_experts_at_home():
     for recompute in ("none", "block"):
         redundant, at_home = step("worst", recompute=recompute), step("worst", max_imbalance=None, recompute=recompute)

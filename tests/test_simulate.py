@@ -173,6 +173,7 @@ def test_gathered_weights_are_gone_after_their_layer():
     assert gathered(8) == [forward, backward, 0]
 
 
+@pytest.mark.slow
 def test_worst_routing_brings_all_that_the_other_ranks_can_send():
     balanced, worst = (run(LAYOUTS_OF_4[0], routing=routing) for routing in ("balanced", "worst"))
     tokens, ep = BATCH * LENGTH // 4, 4
@@ -186,6 +187,7 @@ def test_worst_routing_brings_all_that_the_other_ranks_can_send():
     assert worst.peak_bytes > balanced.peak_bytes
 
 
+@pytest.mark.slow
 def test_recompute_keeps_block_inputs_and_routing_alone():
     kept, recomputed = run(LAYOUTS_OF_4[1]), run(LAYOUTS_OF_4[1], recompute="block")
     tokens = BATCH * LENGTH // 4
@@ -211,6 +213,7 @@ def test_flops_are_those_of_the_dimensions():
     assert sum(flops for (phase, _, _), flops in simulated.flops.items() if phase == "forward") == forward
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_and_any_of_them():
     dims = dict(d_rep=2, fsdp=4, cp=8, e_rep=2, e_fsdp=8, ep=4)
     first, last = (run(dims, world_size=64, local_world_size=8, rank=rank) for rank in (0, 63))

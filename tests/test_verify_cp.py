@@ -308,6 +308,7 @@ def same_with_and_without():
     return True
 
 
+@pytest.mark.slow
 def test_training_after_the_check_is_bitwise_the_same(ranks4):
     assert all(ranks4(same_with_and_without))
 
