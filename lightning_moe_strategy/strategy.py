@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.optim import Optimizer
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lightning_moe_strategy._lightning_compat import (
     IS_INTERACTIVE,
@@ -42,11 +41,11 @@ from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
 from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
-from lightning_moe_strategy.placed_strategy import PlacedStrategy
 from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of, require_same_settings
 from lightning_moe_strategy.precision import MeshPrecision
 from lightning_moe_strategy.recompute import Recompute
-from lightning_moe_strategy.token_mean import TokenMean
+from lightning_moe_strategy.summed_gradients import GradientSync, SummedGradients
+from lightning_moe_strategy.token_mean import LossReduction, TokenMean
 
 BatchTransform = Callable[[Any, str], Any]
 """A function of (batch, stage) that returns the batch the user's step gets."""
@@ -55,7 +54,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
 
 
-class FSDPCPEPStrategy(PlacedStrategy):
+class FSDPCPEPStrategy(SummedGradients):
     """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
 
     Args:
@@ -68,6 +67,10 @@ class FSDPCPEPStrategy(PlacedStrategy):
         cp_inter: of ``cp``, the number of NVLink domains one sequence is spread over: K and V are exchanged between
             domains first, then inside of each.
         nvl: GPUs of one NVLink domain; ``"auto"`` is the GPUs of one host.
+        loss_reduction: what ``training_step`` returns over its tokens. Means are weighted by the labels behind them,
+            over ranks and accumulated micro-batches; ``"sum"`` adds losses up and never divides.
+        gradient_sync: with ``accumulate_grad_batches``, ``"micro_batch"`` reduces every micro-batch's gradients to
+            shards; ``"step"`` reduces once, and keeps whole FP32 gradients until then (how much is said at the start).
         recompute: ``"block"`` keeps every block's input, routing and selected keys, and computes the rest again;
             ``"none"`` keeps all.
         ep_chunks: how many parts of a layer's tokens go through its experts one after the other, each computed again
@@ -112,6 +115,8 @@ class FSDPCPEPStrategy(PlacedStrategy):
         ep: int | Literal["auto"] = "auto",
         cp_inter: int = 1,
         nvl: int | Literal["auto"] = "auto",
+        loss_reduction: LossReduction = "mean",
+        gradient_sync: GradientSync = "micro_batch",
         recompute: Recompute = "none",
         ep_chunks: EPChunks = "none",
         ep_chunk_bytes: int | None = None,
@@ -164,9 +169,13 @@ class FSDPCPEPStrategy(PlacedStrategy):
         self._error_if_nonfinite = error_if_nonfinite
         self._init_seed = init_seed
         self._batch_transforms: list[BatchTransform] = []
-        self._token_mean = TokenMean()
+        if gradient_sync not in get_args(GradientSync):
+            raise ValueError(
+                f"gradient_sync({gradient_sync!r}) must be one of {', '.join(map(repr, get_args(GradientSync)))}."
+            )
+        self._gradient_sync = gradient_sync
+        self._token_mean = TokenMean(loss_reduction)
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
-        """What the current batch holds on this rank."""
 
     @property
     def precision_plugin(self) -> Precision:
@@ -180,7 +189,7 @@ class FSDPCPEPStrategy(PlacedStrategy):
         """Lightning builds an autocast plugin from ``Trainer(precision=...)``; keep its name, use the mesh's."""
         self._precision_plugin = plugin and MeshPrecision(
             str(plugin.precision),  # type: ignore[arg-type]
-            loss_to_backward=self._sum_over_tokens,
+            loss_to_backward=self._weigh_loss,
             before_clipping=self._mean_over_tokens,
             error_if_nonfinite=self._error_if_nonfinite,
         )
@@ -251,6 +260,7 @@ class FSDPCPEPStrategy(PlacedStrategy):
             init_seed=int(self.broadcast(torch.initial_seed() if self._init_seed is None else self._init_seed)),
             values_will_be_loaded=trainer.ckpt_path is not None,
         )
+        self.say_price_of_sync()
         for step in _STEPS:
             # The steps are how Lightning runs the module: they gather what it holds itself, as its forward does.
             if is_overridden(step, model, LightningModule):
@@ -307,49 +317,6 @@ class FSDPCPEPStrategy(PlacedStrategy):
     def _step(self, stage: str) -> Generator[None, None, None]:
         with self.context_parallel.step(stage):
             yield
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """All but the last micro-batch of a step: reduce to shards as always, but leave the replicas for the last.
-
-        Keeping whole gradients instead (no reduction at all) would take the memory that sharding saves.
-        """
-        modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
-        for module in modules:
-            module.set_requires_all_reduce(False, recurse=False)
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.set_requires_all_reduce(True, recurse=False)
-
-    def _sum_over_tokens(self, loss: Tensor) -> Tensor:
-        module = self.lightning_module
-        assert module is not None
-        # Lightning has divided the loss by the number of accumulated micro-batches already.
-        undo = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        return self._token_mean.as_sum(loss * undo, self.micro_batch)
-
-    def _mean_over_tokens(self) -> None:
-        assert self.model is not None
-        self._token_mean.divide((parameter.grad for parameter in self.model.parameters()), self.root_device)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        def closure_then_mean() -> Any:
-            result = closure()
-            self._mean_over_tokens()
-            return result
-
-        output = super().optimizer_step(optimizer, closure_then_mean, model, **kwargs)
-        if self._balance is not None:
-            self._balance.after_optimizer_step()
-        return output
 
     def _resolve_dims(self, num_experts: int | None) -> ResolvedDims:
         return self._requested_dims.resolve(
