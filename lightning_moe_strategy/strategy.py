@@ -140,14 +140,8 @@ class FSDPCPEPStrategy(SummedGradients):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        if start_method != "popen":
-            raise ValueError(
-                f"start_method({start_method!r}) is not supported: spawned and forked ranks cannot hand sharded "
-                "tensors back to the parent. Leave start_method out and run a script with python, torchrun or srun."
-            )
-        if recompute not in get_args(Recompute):
-            raise ValueError(f"recompute({recompute!r}) must be one of {', '.join(map(repr, get_args(Recompute)))}.")
-        self._recompute = recompute
+        _require_popen(start_method)
+        self._recompute: Recompute = _one_of("recompute", recompute, Recompute)
         require_dispatcher(dispatcher, balance=balance)
         self._dispatcher = dispatcher
         self._chunking = Chunking(chunks=ep_chunks, max_bytes=ep_chunk_bytes)
@@ -169,11 +163,7 @@ class FSDPCPEPStrategy(SummedGradients):
         self._error_if_nonfinite = error_if_nonfinite
         self._init_seed = init_seed
         self._batch_transforms: list[BatchTransform] = []
-        if gradient_sync not in get_args(GradientSync):
-            raise ValueError(
-                f"gradient_sync({gradient_sync!r}) must be one of {', '.join(map(repr, get_args(GradientSync)))}."
-            )
-        self._gradient_sync = gradient_sync
+        self._gradient_sync = _one_of("gradient_sync", gradient_sync, GradientSync)
         self._token_mean = TokenMean(loss_reduction)
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
 
@@ -348,3 +338,17 @@ class FSDPCPEPStrategy(SummedGradients):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: ``_autoload`` registers the name without importing this module."""
+
+
+def _one_of(name: str, value: Any, choices: Any) -> Any:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}({value!r}) must be one of {', '.join(map(repr, get_args(choices)))}.")
+    return value
+
+
+def _require_popen(start_method: str) -> None:
+    if start_method != "popen":
+        raise ValueError(
+            f"start_method({start_method!r}) is not supported: spawned and forked ranks cannot hand sharded tensors "
+            "back to the parent. Leave start_method out and run a script with python, torchrun or srun."
+        )
