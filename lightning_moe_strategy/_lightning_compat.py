@@ -5,7 +5,11 @@ Lightning class takes its base from here. Private names, seen in Lightning 2.6, 
 """
 
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from lightning_moe_strategy import _autoload
 
@@ -63,6 +67,28 @@ def add_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer_any.callbacks = connector._reorder_callbacks([*trainer_any.callbacks, *callbacks])
 
 
+def weigh_logged_means(results: Any, weight: Tensor, logging: Callable[[Tensor], AbstractContextManager[None]]) -> None:
+    """Give the means that a step logs without a ``batch_size`` this weight, until Lightning takes up another batch.
+
+    ``logging(weight)`` is entered while such a value is taken up and, with ``on_step`` and ``sync_dist``, reduced. A
+    value of weight 0 is a mean over nothing, NaN as a rule, and is taken as 0. ``results``: ``trainer._results``.
+    """
+    results.batch_size = weight
+    if "update_metrics" in results.__dict__:
+        return
+    update = results.update_metrics
+
+    def weighed(key: str, value: Any, batch_size: Any) -> None:
+        if not (isinstance(value, Tensor) and batch_size is results.batch_size and isinstance(batch_size, Tensor)):
+            update(key, value, batch_size)
+            return
+        value = value.where(batch_size.to(value.device) > 0, 0)
+        with logging(batch_size):
+            update(key, value, batch_size)
+
+    results.update_metrics = weighed
+
+
 __all__ = [
     "FLAVOUR",
     "IS_INTERACTIVE",
@@ -85,4 +111,5 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "weigh_logged_means",
 ]

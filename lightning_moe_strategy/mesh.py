@@ -67,6 +67,11 @@ def build_dense_meshes(dims: ResolvedDims, device_type: str, timeout: timedelta)
     )
 
 
+def build_sample_group(dims: ResolvedDims, device_type: str, timeout: timedelta) -> dist.ProcessGroup:
+    """This rank and those that hold other samples, one of every cp group. Every rank of the world calls it."""
+    return _init_mesh(dims, ("dp", "cp"), device_type, timeout).get_group("dp")
+
+
 def build_expert_meshes(dims: ResolvedDims, device_type: str, timeout: timedelta) -> ExpertMeshes:
     """The expert meshes of this rank. Every rank of the world calls it, after ``build_dense_meshes``."""
     mesh = _init_mesh(dims, ("e_rep", "e_fsdp", "ep"), device_type, timeout)

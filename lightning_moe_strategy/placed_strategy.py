@@ -1,14 +1,16 @@
 """What a strategy can be asked once its Trainer has started: degrees, meshes, units, experts, shares of the samples."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_moe_strategy._lightning_compat import ModelParallelStrategy
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
-from lightning_moe_strategy.mesh import ResolvedDims
+from lightning_moe_strategy.mesh import ResolvedDims, build_sample_group
 from lightning_moe_strategy.placement import Placement
 from lightning_moe_strategy.units import Unit
 
@@ -17,6 +19,7 @@ class PlacedStrategy(ModelParallelStrategy):
     """A strategy whose module lies on two meshes."""
 
     _placement: Placement | None = None
+    _mesh_timeout: timedelta
 
     @property
     def placement(self) -> Placement:
@@ -55,3 +58,13 @@ class PlacedStrategy(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Ranks of one cp group read the same samples."""
         return {"num_replicas": self.placement.dense.dp_size, "rank": self.placement.dense.dp_rank}
+
+    @property
+    def sample_group(self) -> dist.ProcessGroup:
+        """This rank and those that hold other samples, one of every cp group.
+
+        For what is counted by samples: ``process_group`` of a torchmetrics metric, ``sync_dist_group`` of ``self.log``.
+        Over all ranks, a sample would count once for each rank of its cp group. Every rank asks for it, in ``setup`` of
+        the LightningModule or later.
+        """
+        return build_sample_group(self.dims, self.root_device.type, self._mesh_timeout)

@@ -40,6 +40,7 @@ from lightning_moe_strategy.expert_parallel.balance import Balance, BalanceOptio
 from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
 from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
+from lightning_moe_strategy.logged_means import LoggedMeans
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
 from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of, require_same_settings
 from lightning_moe_strategy.precision import MeshPrecision
@@ -54,7 +55,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
 
 
-class FSDPCPEPStrategy(SummedGradients):
+class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
     """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
 
     Args:
@@ -305,6 +306,7 @@ class FSDPCPEPStrategy(SummedGradients):
 
     @contextmanager
     def _step(self, stage: str) -> Generator[None, None, None]:
+        self.weigh_logs()
         with self.context_parallel.step(stage):
             yield
 

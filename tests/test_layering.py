@@ -16,7 +16,7 @@ FACE = 6  # the package's own __init__ stands above all: importing a name from i
 FLOORS = {
     **dict.fromkeys(("__main__", "cli", "configs"), 5),
     **dict.fromkeys(("strategy", "precision", "callbacks", "_lightning_compat"), 4),
-    **dict.fromkeys(("placed_strategy", "rehearsal", "summed_gradients", "verification"), 4),
+    **dict.fromkeys(("placed_strategy", "summed_gradients", "logged_means", "rehearsal", "verification"), 4),
     **dict.fromkeys(("models.lightning_module", "models.data"), 4),
     **dict.fromkeys(("sharding", "initialization", "placement", "token_mean", "units", "recompute", "simulate"), 3),
     **dict.fromkeys(("simulation", "prefetch_order", "token_watch", "comparison"), 3),
