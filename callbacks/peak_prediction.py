@@ -105,7 +105,7 @@ def plan_run(
     dims = placement.dims
     cluster = CLUSTERS["h200-nvl8"]  # memory is the same on any
     workload = Workload(
-        model=_shape(module),
+        model=shape_of(module),
         cluster=cluster,
         gpus=dims.world_size,
         context=batch[1] * dims.cp,
@@ -161,7 +161,7 @@ def _read(path: str | Path) -> PlannedPeak:
         raise ValueError(f"PlanCheck(plan={str(path)!r}) holds no plan of a peak. {remedy}") from None
 
 
-def _shape(module: nn.Module) -> ModelShape:
+def shape_of(module: nn.Module) -> ModelShape:
     """From the first configuration in the module tree, where its parameters are those that are trained."""
     shape: ModelShape | None = None
     for part in module.modules():

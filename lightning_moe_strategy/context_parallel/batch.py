@@ -37,6 +37,9 @@ class MicroBatch:
     num_loss_tokens: Tensor | None
     """Labels of this rank that count, after the shift: int64, 0-dim, on the batch's device. None without labels."""
 
+    context: int = 0
+    """Tokens of the whole sequence that this rank's are part of; 0 where the batch holds no sequence."""
+
     real_tokens_BL: Tensor | None = None
     """Which of this rank's tokens are no padding, the user's or the split's: bool. None when all are."""
 
@@ -123,6 +126,7 @@ def count_whole(items: Mapping[Key, Any], fields: SequenceFields, shift: Shift, 
     return MicroBatch(
         num_tokens=fields.batch_size * fields.num_tokens,
         num_loss_tokens=None if labels is None else (labels != ignore_index).sum(),
+        context=fields.num_tokens,
         real_tokens_BL=_as_bool(items.get("attention_mask"), (fields.batch_size, fields.num_tokens)),
     )
 
@@ -189,6 +193,7 @@ def split_items(
     counts = MicroBatch(
         num_tokens=fields.batch_size * int(is_token_L.sum()),
         num_loss_tokens=None if shifted_BL is None else (shifted_BL != ignore_index).sum(),
+        context=fields.num_tokens,
         real_tokens_BL=sequence.real_tokens_BL,
     )
     return local, sequence, counts

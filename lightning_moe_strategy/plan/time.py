@@ -83,6 +83,21 @@ def layer_compute(workload: Workload, side: DenseSide) -> LayerCompute:
     )
 
 
+def model_flops_per_token(shape: ModelShape, context: int) -> float:
+    """FLOPs of a step for one token of a sequence, head included, whatever the layout: what MFU counts."""
+    layer = LayerCompute(
+        linear=2 * shape.active_layer_parameters,
+        attention=_attention_flops(shape, context),
+        attention_rate=1.0,
+        indexer=_indexer_flops(shape, context),
+        routed=0.0,
+        recomputes_linear=False,
+        recomputes_attention=False,
+        repeats_experts=False,
+    )
+    return layer.model_flops * shape.layers + 6 * shape.vocab_size * shape.hidden
+
+
 def _repeated_parameters(shape: ModelShape, side: DenseSide) -> float:
     """Dense MLA: every GPU of a cp group expands keys and values of all its tokens, not of its own alone."""
     if shape.attention == "gqa" or shape.is_sparse:
