@@ -7,11 +7,16 @@ Beside it stand times (CUDA events, L2 emptied before each run: min, median, max
 (a copy of 1 GiB, a BF16 product of 8192 x 8192 x 8192), and the goal. A goal that is missed fails nothing. Meant to
 take a few minutes of an H200, most of them compilation. Without a GPU it says so and ends with 0.
 
-Shapes: T tokens, K experts per token, E experts, D hidden size, I intermediate size, H = 2*I, R = T*K rows.
+One-sided copies run among "ranks" whose memories are all on this GPU. That says nothing about NVLink: what is timed is
+the pace of the kernel, which must be above that of a link, and no order between GPUs is tested.
+
+Shapes: T tokens, K experts per token, E experts, D hidden size, I intermediate size, H = 2*I, R = T*K rows, P ranks,
+C = T*P copies.
 """
 
 import argparse
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable, Iterator
@@ -19,6 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +32,7 @@ from torch import Tensor
 
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
 from lightning_moe_strategy.kernels.outer_products import add_outer_products
+from lightning_moe_strategy.kernels.peer_copy import Peers, put_copies, put_sums, signal, wait
 from lightning_moe_strategy.kernels.router import choose_experts
 from lightning_moe_strategy.kernels.routing import add_rows, gather_rows, sort_by_expert, spread_rows, sum_rows
 from lightning_moe_strategy.kernels.swiglu import swiglu_prob, swiglu_prob_backward
@@ -38,6 +45,11 @@ MLP_GOAL = 1.15
 """Times faster than eager operations around ``F.grouped_mm``, forward and backward."""
 SORT_GOAL_MICROSECONDS = 30.0
 """For 262,144 slots."""
+PUT_GOAL = 0.70
+"""Of copy bandwidth, with a program on every SM."""
+LINK_GOAL = 450e9
+"""Bytes per second written by the few SMs that puts are given: one direction of an H200's NVLink."""
+MAX_PEERS = 8
 
 L2_BYTES = 256 * 2**20
 NUM_WARMUPS, NUM_RUNS = 5, 20
@@ -183,6 +195,101 @@ def tokens_with_the_same_experts(actual: tuple[Tensor, ...], expected: tuple[Ten
     return tuple(x[is_same_T] for x in actual), tuple(x[is_same_T] for x in expected)
 
 
+class Exchange:
+    """Copies of tokens to the ranks of their experts, and sums of their experts' rows on the way back."""
+
+    def __init__(self, given: Inputs, shape: Shape, device: str) -> None:
+        self.num_peers = math.gcd(MAX_PEERS, shape.num_experts)
+        self.given, self.device = given, device
+        ranks_P = torch.arange(self.num_peers, dtype=torch.int32, device=device)
+        rank_TK = (given.ids_TK // (shape.num_experts // self.num_peers)).int()
+        is_of_expert_TPK = rank_TK[:, None, :] == ranks_P[:, None]
+        goes_TP = is_of_expert_TPK.any(2)
+        self.rank_TP = ranks_P.where(goes_TP, -1)
+        self.place_TP = (goes_TP.cumsum(0) - 1).int()
+        # On the way back, copy t * P + p is of token t, which began on rank t % P.
+        self.row_of_slot_CK = given.routing.row_of_slot_TK[:, None, :].where(is_of_expert_TPK, -1).flatten(0, 1)
+        tokens_T1 = torch.arange(shape.num_tokens, dtype=torch.int32, device=device)[:, None]
+        self.home_C = (tokens_T1 % self.num_peers).where(goes_TP, -1).flatten()
+        self.place_C = (tokens_T1 // self.num_peers * self.num_peers + ranks_P).flatten()
+        self.num_copies = int(goes_TP.sum())
+        self.bytes_per_row = shape.hidden * 2
+
+    def peers(self, num_bytes: int) -> Peers:
+        memories = tuple(torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.num_peers))
+        return Peers(memories, torch.tensor([memory.data_ptr() for memory in memories], device=self.device))
+
+    def copies(self, function: Any) -> Callable[[], tuple[Tensor, ...]]:
+        peers = self.peers(len(self.given.x_TD) * self.bytes_per_row)
+
+        def run() -> tuple[Tensor, ...]:
+            function(self.given.x_TD, peers, 0, self.rank_TP, self.place_TP)
+            return peers.memories
+
+        return run
+
+    def sums(self, function: Any) -> Callable[[], tuple[Tensor, ...]]:
+        # Every rank has an equal share of the tokens, P places for each.
+        peers = self.peers((len(self.given.x_TD) + self.num_peers) * self.bytes_per_row)
+
+        def run() -> tuple[Tensor, ...]:
+            function(self.given.rows_RD, peers, 0, self.row_of_slot_CK, self.home_C, self.place_C)
+            return peers.memories
+
+        return run
+
+    def flags(self, signal: Any, wait: Any) -> Callable[[], tuple[Tensor, ...]]:
+        peers = self.peers(4 * self.num_peers)
+        flags_P = peers.memories[0].view(torch.int32)
+
+        def run() -> tuple[Tensor, ...]:
+            for rank in range(self.num_peers):
+                signal(flags_P, peers, 0, rank, 7)
+            wait(flags_P, 7, seconds=1.0)
+            return peers.memories
+
+        return run
+
+
+def peer_cases(exchange: Exchange) -> Iterator[Case]:
+    """One-sided copies, whose bytes are those read and those written."""
+    given, written = exchange.given, exchange.num_copies * exchange.bytes_per_row
+    for name, of, function, read in (
+        ("put copies", exchange.copies, put_copies, given.x_TD.numel() * 2),
+        ("put sums", exchange.sums, put_sums, given.rows_RD.numel() * 2),
+    ):
+        run, reference = of(function), of(function.__wrapped__)  # type: ignore[attr-defined]
+        yield Case(
+            name=name,
+            run=run,
+            reference=reference,
+            num_bytes=read + written,
+            goal=f">= {LINK_GOAL / 1e9:.0f} GB/s written",
+            is_met=lambda figures: written / figures.milliseconds[1] * 1e3 >= LINK_GOAL,
+        )
+        if exchange.device == "cuda":
+            yield Case(
+                name=f"{name}, on every SM",
+                run=partial(on_every_sm, run),
+                num_bytes=read + written,
+                goal=f">= {PUT_GOAL:.0%} of copy",
+                is_met=lambda figures: (figures.share_of_copy or 0.0) >= PUT_GOAL,
+            )
+    yield Case(
+        name=f"{exchange.num_peers} signals and a wait",
+        run=exchange.flags(signal, wait),
+        reference=exchange.flags(signal.__wrapped__, wait.__wrapped__),  # type: ignore[attr-defined]
+    )
+
+
+def on_every_sm(run: Callable[[], Any]) -> Any:
+    from lightning_moe_strategy.kernels import triton_peer_copy
+
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    with mock.patch.object(triton_peer_copy, "NUM_PROGRAMS", num_sms):
+        return run()
+
+
 def product_cases(given: Inputs, shape: Shape) -> Iterator[Case]:
     """Bound by arithmetic."""
     offsets_E, num_rows = given.routing.offsets_E, given.rows_RD.shape[0]
@@ -257,6 +364,7 @@ def cases(shape: Shape, device: str) -> Iterator[Case]:
     given = Inputs(shape, device)
     yield from memory_cases(given)
     yield from routing_cases(given, shape)
+    yield from peer_cases(Exchange(given, shape, device))
     yield from product_cases(given, shape)
     yield mlp_case(given, shape)
 

@@ -57,15 +57,19 @@ class ExpertLoadMonitor(Callback):
 
     * ``skew``, ``skew_worst_layer``: over experts, mean of the layers and the worst of them;
     * ``rank_skew``, ``rank_skew_worst_layer``: over the ranks of ep, whose slowest the step waits for;
+    * ``rank_skew_etp2``, ``_etp4``, ``_etp8``, those that divide ep: what ``rank_skew`` would be if so many ranks
+      shared their experts, each with a slice of all (a what-if: no layout offers it);
     * ``dead_experts``: experts, of all layers, that no token chose;
     * under ``balance="redundant"``, of each layer and micro-batch: ``rank_skew_at_home`` and ``rank_skew_computed``,
-      over the ranks of ep with every expert at home and as it was, and the number of ``moved_experts``.
+      over the ranks of ep with every expert at home and as it was, ``rank_skew_at_home_etp2`` and so on between them,
+      and the number of ``moved_experts``.
 
     Training figures are of the tokens since the last figures; the progress bar shows the first as ``skew``.
 
     Args:
         log_every_n_steps: optimizer steps between two figures; None takes the Trainer's.
-        plot: write ``expert_load.png``, layers x experts over the whole fit, next to the logs, and print a table.
+        plot: write ``expert_load.png``, layers x experts over the whole fit, next to the logs, and print a table with
+            skews, experts that moved, and what ETP would do and cost.
 
     Attributes:
         last_skew: the ``skew`` last logged in training; None before.

@@ -15,6 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 from torch import Tensor
 
+from lightning_moe_strategy.plan.tensor_parallel import degrees_of, grouped_loads, price
+
 # A table of more lines than this scrolls the rest of the log away.
 MAX_TABLE_LAYERS = 16
 MAX_LAYER_LABELS = 32
@@ -48,6 +50,11 @@ class LayerLoad:
         """Skew over the ranks of the ep axis, rank r holding the r-th contiguous block of experts."""
         return skew(self.tokens_E.view(self.ep, -1).sum(1))
 
+    def grouped_skew(self, etp: int) -> float:
+        """The same if every ``etp`` neighbouring ranks shared their experts (tensor parallelism inside of experts)."""
+        loads = self.tokens_E.view(self.ep, -1).sum(1).tolist()
+        return skew(torch.tensor(grouped_loads(loads, etp), dtype=torch.float64))
+
     @property
     def num_dead_experts(self) -> int:
         return int((self.tokens_E == 0).sum())
@@ -57,22 +64,34 @@ def summarize(layers: Sequence[LayerLoad]) -> dict[str, float]:
     """The numbers worth a line in a logger: mean over layers and the worst of them."""
     expert_skews = [layer.expert_skew for layer in layers]
     rank_skews = [layer.rank_skew for layer in layers]
+    grouped = {etp: fmean(layer.grouped_skew(etp) for layer in layers) for etp in degrees_of(layers[0].ep)}
     return {
         "skew": fmean(expert_skews),
         "skew_worst_layer": max(expert_skews),
         "rank_skew": fmean(rank_skews),
         "rank_skew_worst_layer": max(rank_skews),
         "dead_experts": float(sum(layer.num_dead_experts for layer in layers)),
+        **{f"rank_skew_etp{etp}": each for etp, each in grouped.items()},
     }
 
 
 def load_table(layers: Sequence[LayerLoad], *, caption: str | None = None) -> Table:
-    """The layers with the highest skew, in the order of the model, and the mean over all."""
+    """The layers with the highest skew, in the order of the model, and the mean over all.
+
+    Columns ``etp`` are a what-if: the skew of groups of ranks that share their experts. Their price is in the caption,
+    under the one that is given.
+    """
     worst = sorted(layers, key=lambda layer: layer.expert_skew, reverse=True)[:MAX_TABLE_LAYERS]
     title = "Expert load" if len(worst) == len(layers) else f"Expert load, {len(worst)} worst of {len(layers)} layers"
+    ep, etps = layers[0].ep, degrees_of(layers[0].ep)
+    if etps:
+        what_if = (
+            f"etp, a what-if that no layout offers: ranks share experts and take the mean load. Price: {price(etps)}."
+        )
+        caption = what_if if caption is None else f"{caption}\n{what_if}"
     table = Table(title=title, caption=caption)
     table.add_column("layer")
-    for header in ("rows", "skew", f"skew of ep={layers[0].ep}", "dead", "busiest"):
+    for header in ("rows", "skew", f"skew of ep={ep}", *(f"etp={etp}" for etp in etps), "dead", "busiest"):
         table.add_column(header, justify="right", no_wrap=True)
     for layer in layers:
         if layer in worst:
@@ -81,14 +100,14 @@ def load_table(layers: Sequence[LayerLoad], *, caption: str | None = None) -> Ta
                 f"{layer.num_tokens:,}",
                 f"{layer.expert_skew:.2f}",
                 f"{layer.rank_skew:.2f}",
+                *(f"{layer.grouped_skew(etp):.2f}" for etp in etps),
                 str(layer.num_dead_experts),
                 str(int(layer.tokens_E.argmax())),
             )
     mean = summarize(layers)
+    skews = [mean[name] for name in ("skew", "rank_skew", *(f"rank_skew_etp{etp}" for etp in etps))]
     table.add_section()
-    table.add_row(
-        "mean", "", f"{mean['skew']:.2f}", f"{mean['rank_skew']:.2f}", f"{mean['dead_experts']:.0f} in all", ""
-    )
+    table.add_row("mean", "", *(f"{each:.2f}" for each in skews), f"{mean['dead_experts']:.0f} in all", "")
     return table
 
 

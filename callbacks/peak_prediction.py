@@ -21,7 +21,7 @@ from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
 from lightning_moe_strategy.plan.model import ModelShape
 from lightning_moe_strategy.plan.model_files import from_hugging_face, from_sizes
 from lightning_moe_strategy.plan.search import price
-from lightning_moe_strategy.plan.workload import Workload
+from lightning_moe_strategy.plan.workload import Dispatcher, Workload
 from lightning_moe_strategy.simulation.report import GB
 
 RESERVE = "allocator_reserve"
@@ -93,13 +93,13 @@ def plan_run(
 ) -> PlannedPeak:
     """The planner's peak for a run as it is; ``batch`` is (sequences, tokens of each on this rank).
 
+    Of even routing; under ``balance="redundant"`` of any, with as many experts sent to a rank as can be.
+
     Raises:
         CannotPlan: with the reason.
     """
     if placement.precision != "bf16-mixed":
         raise CannotPlan(f"the planner counts precision 'bf16-mixed', and this run has {placement.precision!r}.")
-    if placement.max_imbalance is not None:
-        raise CannotPlan("the planner counts no weights of experts that balance='redundant' sends to other ranks.")
     if not batch[0] * batch[1]:
         raise CannotPlan("the batch has no sequences whose tokens could be counted.")
     dims = placement.dims
@@ -111,8 +111,9 @@ def plan_run(
         context=batch[1] * dims.cp,
         micro_batch=batch[0],
         recompute=placement.recompute,
-        dispatcher="all_gather" if placement.dispatcher == "all_gather" else "all_to_all",
-        balance="balanced",
+        dispatcher=_dispatcher(placement.dispatcher),
+        balance="balanced" if placement.max_imbalance is None else "redundant",
+        max_imbalance=placement.max_imbalance or 1.0,
         ep_chunks=placement.chunking.chunks,
         ep_chunk_bytes=placement.chunking.max_bytes,
         optimizer=_optimizer(optimizers),
@@ -184,6 +185,12 @@ def shape_of(module: nn.Module) -> ModelShape:
     if trained not in (total, total - shape.counts.indexer):
         raise CannotPlan(f"the planner trains every parameter, and {total - trained:,} of {total:,} are frozen.")
     return shape
+
+
+def _dispatcher(name: str) -> Dispatcher:
+    """A user's own is taken to need what an all-to-all does."""
+    kinds: dict[str, Dispatcher] = {"all_gather": "all_gather", "symm_mem": "symm_mem"}
+    return kinds.get(name, "all_to_all")
 
 
 def _optimizer(optimizers: Sequence[Optimizer]) -> Any:

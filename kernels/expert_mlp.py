@@ -1,22 +1,19 @@
 """The gated MLP of many experts on rows sorted by expert.
 
 Shapes: R rows, D hidden size, I intermediate size, H = 2*I (gate first, then up), E experts of this rank,
-M and N the two sizes of a matrix product.
+M and N the two sizes of a matrix product, T tokens.
 """
 
-import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_moe_strategy.kernels.grouped_products import outer_products_of_grouped_mm, rows_times_weights
+from lightning_moe_strategy.kernels.grouped_products import why_not_grouped_mm as why_not_grouped_mm
+from lightning_moe_strategy.kernels.outer_products import outer_products, takes_fp32_gradient
 from lightning_moe_strategy.kernels.swiglu import swiglu_prob, swiglu_prob_backward
-
-# F.grouped_mm asks this of every row stride, on CPU and CUDA alike (torch 2.13).
-GROUPED_MM_ALIGNMENT_BYTES = 16
-GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def expert_mlp(
@@ -39,6 +36,8 @@ def expert_mlp(
     expression keeps under autograd at I = D/2, K = 4. Where ``rows_RD == x_TD[token_of_row_R]``, pass both as
     ``gathered_from``: the backward gathers again and T*D is kept in place of R*D, 0.31x.
 
+    A BF16 or FP16 weight whose gradient may be FP32 (`takes_fp32_gradient`) gets one that was never rounded.
+
     Hidden sizes that `F.grouped_mm` does not take, and float64, run one product per expert.
     """
     _check(rows_RD, probs_R, gate_up_EHD, down_EDI, offsets_E)
@@ -47,17 +46,6 @@ def expert_mlp(
         rows_RD, probs_R, gate_up_EHD, down_EDI, offsets_E, x_TD, token_of_row_R
     )
     return y_RD
-
-
-def why_not_grouped_mm(dtype: torch.dtype, *sizes: int) -> str | None:
-    """Why ``F.grouped_mm`` cannot multiply matrices with rows of these sizes, or None."""
-    if dtype not in GROUPED_MM_DTYPES:
-        return f"F.grouped_mm does not take {dtype}"
-    for size in sizes:
-        if size * dtype.itemsize % GROUPED_MM_ALIGNMENT_BYTES:
-            multiple = GROUPED_MM_ALIGNMENT_BYTES // dtype.itemsize
-            return f"{size} {dtype} are no multiple of 16 bytes; F.grouped_mm needs sizes in steps of {multiple}"
-    return None
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -72,11 +60,13 @@ class _ExpertMLP(torch.autograd.Function):
         x_TD: Tensor | None,
         token_of_row_R: Tensor | None,
     ) -> Tensor:
-        h_RH = _rows_times_weights(rows_RD.contiguous(), gate_up_EHD.mT, offsets_E)
-        activated_RI = swiglu_prob(h_RH, probs_R)
-        y_RD = _rows_times_weights(activated_RI, down_EDI.mT, offsets_E)
+        gathered_from = None if x_TD is None or token_of_row_R is None else (x_TD, token_of_row_R)
+        h_RH = rows_times_weights(rows_RD.contiguous(), gate_up_EHD.mT, offsets_E, gathered_from=gathered_from)
+        activated_RI = swiglu_prob(h_RH, probs_R, num_rows=offsets_E[-1:])
+        y_RD = rows_times_weights(activated_RI, down_EDI.mT, offsets_E)
         # Only the weight gradient of the up projection reads the rows.
         kept_rows = (rows_RD if x_TD is None else x_TD) if ctx.needs_input_grad[2] else None
+        ctx.gate_up_in_fp32, ctx.down_in_fp32 = takes_fp32_gradient(gate_up_EHD), takes_fp32_gradient(down_EDI)
         ctx.save_for_backward(kept_rows, token_of_row_R, h_RH, probs_R, gate_up_EHD, down_EDI, offsets_E)
         return y_RD
 
@@ -88,59 +78,32 @@ class _ExpertMLP(torch.autograd.Function):
         # A gradient may come expanded (stride 0), which grouped_mm refuses.
         grad_y_RD = grad_y_RD.contiguous()
         grad_rows_RD = grad_gate_up_EHD = grad_down_EDI = None
-        grad_activated_RI = _rows_times_weights(grad_y_RD, down_EDI, offsets_E)
-        grad_h_RH, grad_probs_R, activated_RI = swiglu_prob_backward(grad_activated_RI, h_RH, probs_R)
+        grad_activated_RI = rows_times_weights(grad_y_RD, down_EDI, offsets_E)
+        grad_h_RH, grad_probs_R, activated_RI = swiglu_prob_backward(
+            grad_activated_RI, h_RH, probs_R, num_rows=offsets_E[-1:]
+        )
         if down_needs:
-            grad_down_EDI = _outer_products(grad_y_RD, activated_RI, offsets_E)
+            grad_down_EDI = _weight_gradient(grad_y_RD, activated_RI, None, offsets_E, in_fp32=ctx.down_in_fp32)
         if gate_up_needs:
-            rows_RD = kept_rows if token_of_row_R is None else kept_rows.index_select(0, token_of_row_R)
-            grad_gate_up_EHD = _outer_products(grad_h_RH, rows_RD.contiguous(), offsets_E)
+            grad_gate_up_EHD = _weight_gradient(
+                grad_h_RH, kept_rows, token_of_row_R, offsets_E, in_fp32=ctx.gate_up_in_fp32
+            )
         if rows_need:
-            grad_rows_RD = _rows_times_weights(grad_h_RH, gate_up_EHD, offsets_E)
+            grad_rows_RD = rows_times_weights(grad_h_RH, gate_up_EHD, offsets_E)
         grad_probs = grad_probs_R.to(probs_R.dtype) if probs_need else None
         return grad_rows_RD, grad_probs, grad_gate_up_EHD, grad_down_EDI, None, None, None
 
 
-def _rows_times_weights(rows_RM: Tensor, weights_EMN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Each row times the weights of its expert: [R, N]."""
-    num_rows, num_columns = rows_RM.shape[0], weights_EMN.shape[2]
-    if num_rows == 0:
-        return rows_RM.new_empty(0, num_columns)
-    if _takes_grouped_mm(rows_RM.dtype, rows_RM.shape[1], num_columns):
-        return torch.nn.functional.grouped_mm(rows_RM, weights_EMN, offs=offsets_E)
-    out_RN = rows_RM.new_zeros(num_rows, num_columns)
-    for expert, (start, end) in enumerate(_spans(offsets_E)):
-        torch.mm(rows_RM[start:end], weights_EMN[expert], out=out_RN[start:end])
-    return out_RN
-
-
-def _outer_products(left_RM: Tensor, right_RN: Tensor, offsets_E: Tensor) -> Tensor:
-    """Per expert, left^T right over its rows: [E, M, N], exact zeros for an expert without rows."""
-    num_rows, num_experts = left_RM.shape[0], offsets_E.shape[0]
-    if num_rows and _takes_grouped_mm(left_RM.dtype, left_RM.shape[1], right_RN.shape[1]):
-        return torch.nn.functional.grouped_mm(left_RM.t(), right_RN, offs=offsets_E)
-    out_EMN = left_RM.new_zeros(num_experts, left_RM.shape[1], right_RN.shape[1])
-    if num_rows:
-        for expert, (start, end) in enumerate(_spans(offsets_E)):
-            torch.mm(left_RM[start:end].t(), right_RN[start:end], out=out_EMN[expert])
-    return out_EMN
-
-
-def _spans(offsets_E: Tensor) -> list[tuple[int, int]]:
-    ends: list[int] = offsets_E.tolist()
-    return list(zip([0, *ends], ends, strict=False))
-
-
-def _takes_grouped_mm(dtype: torch.dtype, *sizes: int) -> bool:
-    reason = why_not_grouped_mm(dtype, *sizes)
-    if reason is not None and dtype in GROUPED_MM_DTYPES:
-        _warn_once(reason)
-    return reason is None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"Experts run one product per expert, which is slow: {reason}.", stacklevel=2)
+def _weight_gradient(
+    left_RM: Tensor, right_TN: Tensor, token_of_row_R: Tensor | None, offsets_E: Tensor, *, in_fp32: bool
+) -> Tensor:
+    """[E, M, N]; where tokens stand in for rows on the right, `outer_products` reads them in their place."""
+    right_TN = right_TN.contiguous()
+    if in_fp32:
+        sums_EMN: Tensor = outer_products(left_RM, right_TN, offsets_E, token_of_row_R)
+        return sums_EMN
+    right_RN = right_TN if token_of_row_R is None else right_TN.index_select(0, token_of_row_R)
+    return outer_products_of_grouped_mm(left_RM, right_RN, offsets_E)
 
 
 def _check(rows_RD: Tensor, probs_R: Tensor, gate_up_EHD: Tensor, down_EDI: Tensor, offsets_E: Tensor) -> None:

@@ -16,7 +16,11 @@ BLOCK_NUMBERS = 2**24
 
 
 class RaggedRows(NamedTuple):
-    """Which slot each row is of, and which row, if any, a slot has."""
+    """Which slot each row is of, and which row, if any, a slot has.
+
+    Rows may be more than are filled, where nobody knows how many there will be: a row that no slot has gives the index
+    of any slot. Copies to it may or may not be made, and sums leave it out, whatever it holds.
+    """
 
     slot_of_row_R: Tensor
     row_of_slot_TK: Tensor
@@ -28,7 +32,7 @@ class RaggedRows(NamedTuple):
 
 
 def ragged_rows(slot_of_row_R: Tensor, num_tokens: int, top_k: int) -> RaggedRows:
-    """Both directions of a map of rows to slots, each slot at most once."""
+    """Both directions of a map of rows to slots, each slot at most once; every row is filled."""
     row_of_slot = torch.full((num_tokens * top_k,), -1, dtype=torch.int32, device=slot_of_row_R.device)
     row_of_slot[slot_of_row_R.long()] = torch.arange(
         slot_of_row_R.shape[0], dtype=torch.int32, device=slot_of_row_R.device
@@ -50,7 +54,7 @@ def sum_ragged_rows(rows_RD: Tensor, rows: RaggedRows) -> Tensor:
 
 @triton_on_cuda("triton_rows")
 def spread_ragged_rows(x_TD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-    """`gather_ragged_rows` without a gradient."""
+    """`gather_ragged_rows` without a gradient. A row that no slot has holds another's numbers, on CUDA anything."""
     return x_TD.index_select(0, slot_of_row_R // row_of_slot_TK.shape[1])
 
 
@@ -63,12 +67,17 @@ def add_ragged_rows(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tens
 def add_in_blocks(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
     """The reference, which takes memory that a kernel does not."""
     num_rows, num_channels = rows_RD.shape
+    num_tokens, top_k = row_of_slot_TK.shape
+    if not num_tokens:
+        return rows_RD.new_empty(0, num_channels)
     row_in_order_R = slot_of_row_R.argsort()
-    token_in_order_R = (slot_of_row_R // row_of_slot_TK.shape[1]).index_select(0, row_in_order_R)
-    width = max(1, BLOCK_NUMBERS // max(1, num_rows, len(row_of_slot_TK)))
+    slot_in_order_R = slot_of_row_R.index_select(0, row_in_order_R)
+    is_filled_R = row_of_slot_TK.reshape(-1).index_select(0, slot_in_order_R) == row_in_order_R
+    token_in_order_R = torch.where(is_filled_R, slot_in_order_R // top_k, num_tokens)
+    width = max(1, BLOCK_NUMBERS // max(1, num_rows, num_tokens))
     if width >= num_channels:
         return _add_block(rows_RD, row_of_slot_TK, row_in_order_R, token_in_order_R)
-    y_TD = rows_RD.new_empty(len(row_of_slot_TK), num_channels)
+    y_TD = rows_RD.new_empty(num_tokens, num_channels)
     for start in range(0, num_channels, width):
         block = slice(start, start + width)
         y_TD[:, block] = _add_block(rows_RD[:, block], row_of_slot_TK, row_in_order_R, token_in_order_R)
@@ -77,15 +86,18 @@ def add_in_blocks(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor
 
 def _add_block(rows_RB: Tensor, row_of_slot_TK: Tensor, row_in_order_R: Tensor, token_in_order_R: Tensor) -> Tensor:
     dtype = torch.promote_types(rows_RB.dtype, torch.float32)
-    y_TB = torch.zeros(len(row_of_slot_TK), rows_RB.shape[1], dtype=dtype, device=rows_RB.device)
+    num_tokens = len(row_of_slot_TK)
+    # One token more, behind the others, takes the rows that no slot has.
+    y_TB = torch.zeros(num_tokens + 1, rows_RB.shape[1], dtype=dtype, device=rows_RB.device)
     if rows_RB.is_cpu:
         # There, index_add_ goes through its index in order: a quarter of the time of K passes with a mask.
         y_TB.index_add_(0, token_in_order_R, rows_RB.index_select(0, row_in_order_R).to(dtype))
     elif len(rows_RB):
         for row_T in row_of_slot_TK.unbind(1):
             # No row of a token is row 0 for an instant: it may hold anything, and is not added.
-            y_TB += rows_RB.index_select(0, row_T.clamp(min=0)).masked_fill((row_T < 0).unsqueeze(1), 0)
-    return y_TB.to(rows_RB.dtype)
+            y_TB[:-1] += rows_RB.index_select(0, row_T.clamp(min=0)).masked_fill((row_T < 0).unsqueeze(1), 0)
+    # No view of the others: autograd lets nobody change a view in place that a Function has returned.
+    return y_TB.resize_(num_tokens, rows_RB.shape[1]).to(rows_RB.dtype)
 
 
 class _GatherRows(torch.autograd.Function):

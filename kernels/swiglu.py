@@ -1,6 +1,9 @@
 """SwiGLU times the routing probability, and its gradient; FP32 inside, whatever the dtype of the rows.
 
 Shapes: R rows, I intermediate size, H = 2*I (gate first, then up). Neither function records a graph.
+
+``num_rows``, int32 [1] on the device of the rows, says that fewer than R are filled: those from there on are neither
+read nor written. The host does not wait for the number.
 """
 
 from collections.abc import Iterator
@@ -20,10 +23,10 @@ CUDA_BLOCK_NUMBERS = 2**24
 
 
 @triton_on_cuda("triton_swiglu", dtypes=FLOATS)
-def swiglu_prob(h_RH: Tensor, probs_R: Tensor) -> Tensor:
+def swiglu_prob(h_RH: Tensor, probs_R: Tensor, *, num_rows: Tensor | None = None) -> Tensor:
     """``silu(gate) * up * prob`` in the dtype of ``h_RH``, rounded once."""
     activated_RI = h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // 2)
-    for rows in _blocks(activated_RI):
+    for rows in _blocks(activated_RI, num_rows):
         gate_RI, up_RI = _at_least_fp32(h_RH[rows]).chunk(2, dim=-1)
         block_RI = torch.nn.functional.silu(gate_RI)
         activated_RI[rows] = block_RI.mul_(up_RI).mul_(probs_R[rows].unsqueeze(-1))
@@ -31,7 +34,9 @@ def swiglu_prob(h_RH: Tensor, probs_R: Tensor) -> Tensor:
 
 
 @triton_on_cuda("triton_swiglu", dtypes=FLOATS)
-def swiglu_prob_backward(grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_prob_backward(
+    grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor, *, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `swiglu_prob` for ``h_RH`` and ``probs_R``, and its output again.
 
     The output is made anew from ``h_RH``: the down projection's weight gradient needs it, and keeping it
@@ -39,7 +44,7 @@ def swiglu_prob_backward(grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor) -> tupl
     the dot product of the incoming row with ``silu(gate) * up``.
     """
     grad_h_RH, activated_RI, grad_probs_R = map(torch.empty_like, (h_RH, grad_RI, probs_R))
-    for rows in _blocks(grad_RI):
+    for rows in _blocks(grad_RI, num_rows):
         _backward_of_block(
             (grad_RI[rows], h_RH[rows], probs_R[rows]),
             (grad_h_RH[rows], grad_probs_R[rows], activated_RI[rows]),
@@ -47,11 +52,18 @@ def swiglu_prob_backward(grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor) -> tupl
     return grad_h_RH, grad_probs_R, activated_RI
 
 
-def _blocks(rows_RI: Tensor) -> Iterator[slice]:
+def _blocks(rows_RI: Tensor, num_rows: Tensor | None) -> Iterator[slice]:
     """Rows that are worked on together."""
-    num_rows, intermediate_size = rows_RI.shape
+    max_rows, intermediate_size = rows_RI.shape
     length = max(1, (CPU_BLOCK_NUMBERS if rows_RI.is_cpu else CUDA_BLOCK_NUMBERS) // intermediate_size)
-    return (slice(start, start + length) for start in range(0, num_rows, length))
+    end = max_rows if num_rows is None else _filled(num_rows, max_rows)
+    return (slice(start, min(end, start + length)) for start in range(0, end, length))
+
+
+def _filled(num_rows: Tensor, max_rows: int) -> int:
+    """All rows where the number cannot be read for nothing: what comes of the others is nobody's."""
+    is_on_host = type(num_rows) is Tensor and num_rows.is_cpu and not torch.compiler.is_compiling()
+    return min(max_rows, int(num_rows)) if is_on_host else max_rows
 
 
 def _backward_of_block(inputs: tuple[Tensor, Tensor, Tensor], outputs: tuple[Tensor, Tensor, Tensor]) -> None:

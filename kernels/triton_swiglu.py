@@ -24,9 +24,28 @@ def _load_gate_and_up(h_ptr, rows_R, channels_I, num_channels, is_inside_RI):
     return gate_RI, up_RI
 
 
+@triton.jit
+def _rows_up_to(num_rows, num_filled_ptr):
+    if num_filled_ptr is not None:
+        num_rows = tl.minimum(num_rows, tl.load(num_filled_ptr))
+    return num_rows
+
+
 # As in triton_rows.py, counts change from step to step.
-@triton.jit(do_not_specialize=["num_rows"])
-def _forward_kernel(h_ptr, probs_ptr, out_ptr, num_rows, num_channels, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows", "num_filled_ptr"])
+def _forward_kernel(
+    h_ptr,
+    probs_ptr,
+    out_ptr,
+    num_filled_ptr,
+    num_rows,
+    num_channels,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    num_rows = _rows_up_to(num_rows, num_filled_ptr)
+    if tl.program_id(0) * BLOCK_R >= num_rows:
+        return
     rows_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     channels_I = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_inside_RI = (rows_R < num_rows)[:, None] & (channels_I < num_channels)[None, :]
@@ -39,7 +58,7 @@ def _forward_kernel(h_ptr, probs_ptr, out_ptr, num_rows, num_channels, BLOCK_R: 
     tl.store(out_ptr + places_RI, out_RI.to(out_ptr.dtype.element_ty), mask=is_inside_RI)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_filled_ptr"])
 def _backward_kernel(
     grad_ptr,
     h_ptr,
@@ -47,11 +66,15 @@ def _backward_kernel(
     grad_h_ptr,
     grad_probs_ptr,
     out_ptr,
+    num_filled_ptr,
     num_rows,
     num_channels,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
+    num_rows = _rows_up_to(num_rows, num_filled_ptr)
+    if tl.program_id(0) * BLOCK_R >= num_rows:
+        return
     rows_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     probs_R = tl.load(probs_ptr + rows_R, mask=rows_R < num_rows, other=0.0).to(tl.float32)
     # One program owns whole rows: the sum over I needs no atomics and has one order.
@@ -78,26 +101,35 @@ def _backward_kernel(
     tl.store(grad_probs_ptr + rows_R, grad_probs_R, mask=rows_R < num_rows)
 
 
-def swiglu_prob(h_RH: Tensor, probs_R: Tensor) -> Tensor:
+def swiglu_prob(h_RH: Tensor, probs_R: Tensor, *, num_rows: Tensor | None = None) -> Tensor:
     """See `swiglu.swiglu_prob`."""
-    num_rows, num_channels = h_RH.shape[0], h_RH.shape[1] // 2
-    out_RI = torch.empty(num_rows, num_channels, dtype=h_RH.dtype, device=h_RH.device)
+    max_rows, num_channels = h_RH.shape[0], h_RH.shape[1] // 2
+    out_RI = torch.empty(max_rows, num_channels, dtype=h_RH.dtype, device=h_RH.device)
     block_i = min(CHANNELS_PER_PROGRAM, triton.next_power_of_2(num_channels))
     block_r = NUMBERS_PER_PROGRAM // block_i
-    _forward_kernel[triton.cdiv(num_rows, block_r), triton.cdiv(num_channels, block_i)](
-        h_RH.contiguous(), probs_R.contiguous(), out_RI, num_rows, num_channels, BLOCK_R=block_r, BLOCK_I=block_i
+    _forward_kernel[triton.cdiv(max_rows, block_r), triton.cdiv(num_channels, block_i)](
+        h_RH.contiguous(),
+        probs_R.contiguous(),
+        out_RI,
+        num_rows,
+        max_rows,
+        num_channels,
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
     )
     return out_RI
 
 
-def swiglu_prob_backward(grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_prob_backward(
+    grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor, *, num_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `swiglu.swiglu_prob_backward`."""
-    num_rows, num_channels = grad_RI.shape
+    max_rows, num_channels = grad_RI.shape
     grad_RI, h_RH, probs_R = grad_RI.contiguous(), h_RH.contiguous(), probs_R.contiguous()
     grad_h_RH, grad_probs_R, out_RI = (torch.empty_like(x) for x in (h_RH, probs_R, grad_RI))
     block_i = min(CHANNELS_PER_PROGRAM, triton.next_power_of_2(num_channels))
     block_r = NUMBERS_PER_BACKWARD_STEP // block_i
-    _backward_kernel[(triton.cdiv(num_rows, block_r),)](
+    _backward_kernel[(triton.cdiv(max_rows, block_r),)](
         grad_RI,
         h_RH,
         probs_R,
@@ -105,6 +137,7 @@ def swiglu_prob_backward(grad_RI: Tensor, h_RH: Tensor, probs_R: Tensor) -> tupl
         grad_probs_R,
         out_RI,
         num_rows,
+        max_rows,
         num_channels,
         BLOCK_R=block_r,
         BLOCK_I=block_i,

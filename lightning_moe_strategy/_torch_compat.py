@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -20,8 +20,15 @@ from torch.utils._pytree import tree_iter, tree_map_only
 class OperationMode(TorchDispatchMode):
     """Sees every operation on tensors below autograd, inside custom functions and hooks too. Seen in torch 2.11-2.13.
 
-    A subclass overrides ``run``.
+    A subclass overrides ``run``. One that ``leaves_graphs_alone`` lets ``torch.compile`` compile what it sees, and then
+    sees the operations that compiled code calls, without those it has fused.
     """
+
+    leaves_graphs_alone = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return cls.leaves_graphs_alone
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
@@ -37,6 +44,15 @@ class OperationMode(TorchDispatchMode):
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of one operation; ``operation(*args, **kwargs)`` computes it."""
         return operation(*args, **kwargs)
+
+
+def allow_graphs(num_graphs: int) -> None:
+    """Let ``torch.compile`` make as many graphs of one function; beyond its limit it stops compiling. Seen in torch
+    2.11-2.13.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, num_graphs)
 
 
 def copy_tensors(tree: Any) -> Any:
@@ -205,6 +221,56 @@ def is_same_state(some: Tensor, other: Tensor) -> bool:
         return torch.equal(some, other)
 
 
+def take_calls(module: nn.Module, taker: Callable[..., Any]) -> None:
+    """Have ``taker`` called in place of ``module``, hooks and all; `call_module` undoes it. Seen in 2.11-2.13.
+
+    In place, and of this instance alone.
+    """
+    module.__dict__["_call_impl"] = taker
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module's hooks and its forward, whoever takes its calls. Seen in torch 2.11-2.13."""
+    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def num_changes(tensor: Tensor) -> int:
+    """How often a tensor, or a view of it, was changed in place. Seen in torch 2.11-2.13."""
+    return tensor._version
+
+
+def kept_alias(tensor: Tensor) -> Tensor:
+    """The same numbers without a graph; `num_changes` are those of ``tensor``, inside an `OperationMode` too. Seen in
+    torch 2.11-2.13.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Equal for tensors in the same memory, also fake ones. Seen in torch 2.11-2.13."""
+    where: int = tensor.untyped_storage()._cdata
+    return where
+
+
+def name_of_operation(operation: Any) -> str:
+    """``aten::mm`` of any overload; empty for an operator that takes functions. Seen in torch 2.11-2.13."""
+    schema = getattr(operation, "_schema", None)
+    return "" if schema is None else schema.name
+
+
+def writes(operation: Any) -> bool:
+    """Whether an operation says that it changes an argument. Seen in torch 2.11-2.13."""
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def is_same_memory(some: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same numbers in memory, also fake ones. Seen in torch 2.11-2.13."""
+    where = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) for x in (some, other)]
+    return where[0] == where[1]
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward pass, so inside a recompute. Seen in torch 2.11-2.13."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -266,3 +332,29 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Give a process group its timeout; a mesh makes its groups with the default. Seen in torch 2.11-2.13."""
     if dist.get_backend(group) != "fake":
         _set_pg_timeout(timeout, group)
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of a group on such a device wait. Seen in torch 2.11-2.13."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def symmetric_memory(
+    num_bytes: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[list[Tensor], list[int], object]:
+    """Zeros on every rank's GPU that all ranks of a group can write to: uint8 tensors in rank order, where each begins,
+    and what keeps them; every rank calls it. Seen in torch 2.11-2.13.
+    """
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)  # from the rendezvous on, others may write
+    handle = _symmetric_memory.rendezvous(own, group)
+    memories = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
+    return memories, list(handle.buffer_ptrs), (own, handle)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is one of ``torch.compile`` or had its ``compile()`` called. Seen in torch 2.11-2.13."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

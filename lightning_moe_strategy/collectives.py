@@ -69,6 +69,9 @@ class Transfer:
     def __init__(self, x: Tensor, steps: "Sequence[tuple[_Begin, dist.ProcessGroup]]") -> None:
         """``steps``: how each starts, and among whom. All ranks of a group start and wait in the same order."""
         self._steps = list(steps)
+        self._then: Callable[[Tensor], Tensor] | None = None
+        self.sent: Tensor | None = None
+        """What the backend holds until it was waited for, where nobody else does: a simulation must not free it."""
         self._begin(x)
         while self._steps and _is_ordered_by_device(x, self._steps[0][1]):
             self._follow()
@@ -79,9 +82,14 @@ class Transfer:
         while self._steps:
             self._begin(self._result)
             self._finish()
-        result = self._result
-        del self._result, self._work
-        return result
+        result, then = self._result, self._then
+        del self._result, self._work, self._then, self.sent
+        return result if then is None else then(result)
+
+    def then(self, make: "Callable[[Tensor], Tensor]") -> "Transfer":
+        """This transfer, whose ``wait`` returns ``make`` of what was brought."""
+        self._then = make
+        return self
 
     def _begin(self, x: Tensor) -> None:
         begin, group = self._steps.pop(0)
@@ -132,6 +140,21 @@ def start_reduce_scatter_in_steps(x: Tensor, group: AnyGroup) -> Transfer:
     """``reduce_scatter_in_steps``, to be waited for where it is read. ``x`` must not change until then."""
     groups = [group.intra, group.inter] if isinstance(group, TwoStepGroup) else [group]
     return Transfer(x, [(_begin_reduce_scatter, step) for step in groups])
+
+
+def start_all_to_all_rows(
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """``all_to_all_rows``, waited for where it is read, outside of autograd. ``rows`` must not change until then."""
+
+    def begin(rows: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
+        works: list[dist.Work] = []
+        received = _exchange(rows, list(send_counts), list(receive_counts), group, works)
+        return received, works[0] if works else None
+
+    transfer = Transfer(rows, [(begin, group)])
+    transfer.sent = rows
+    return transfer
 
 
 def _begin_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | None]:
@@ -194,9 +217,19 @@ class _AllToAllRows(torch.autograd.Function):
         return _exchange(grad, ctx.receive_counts, ctx.send_counts, ctx.group), None, None, None
 
 
-def _exchange(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchange(
+    rows: Tensor,
+    send_counts: list[int],
+    receive_counts: list[int],
+    group: dist.ProcessGroup,
+    works: list[dist.Work] | None = None,
+) -> Tensor:
+    """``works``: rows are only on their way, and what there is to wait for is added here."""
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts, group=group)
+    splits = (receive_counts, send_counts)
+    work = dist.all_to_all_single(received, rows.contiguous(), *splits, group=group, async_op=works is not None)
+    if works is not None and work is not None:
+        works.append(work)
     return received
 
 

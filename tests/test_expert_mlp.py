@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_moe_strategy.kernels import expert_mlp as kernel
+from lightning_moe_strategy.kernels import grouped_products
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
 from lightning_moe_strategy.kernels.routing import gather_rows, sort_by_expert, sum_rows
 
@@ -59,7 +60,7 @@ def test_values_and_gradients_equal_a_float64_loop(dtype: torch.dtype, gathered:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unaligned_sizes_work_and_say_that_they_are_slow(dtype: torch.dtype):
-    kernel._warn_once.cache_clear()
+    grouped_products._warn_once.cache_clear()
     case = _Case(dtype, hidden=15, intermediate=7)
     with pytest.warns(UserWarning, match=r"one product per expert.*15 torch\.\w+ are no multiple of 16 bytes"):
         actual = case.run(_kernel(gathered=True))
@@ -132,7 +133,7 @@ def test_an_expanded_gradient_is_taken():
 def test_grouped_and_looped_products_agree_bitwise_in_fp32(monkeypatch: pytest.MonkeyPatch):
     case = _Case(torch.float32, hidden=32, intermediate=16)
     grouped = case.run(_kernel(gathered=True))
-    monkeypatch.setattr(kernel, "GROUPED_MM_DTYPES", ())
+    monkeypatch.setattr(grouped_products, "GROUPED_MM_DTYPES", ())
     for a, b in zip(case.run(_kernel(gathered=True)), grouped, strict=True):
         assert torch.equal(a, b)
 
@@ -141,9 +142,9 @@ def test_probabilities_act_in_fp32_under_bf16_rows(monkeypatch: pytest.MonkeyPat
     case = _Case(torch.bfloat16, hidden=16, intermediate=8)
     seen: list[Tensor] = []
 
-    def spy(h_RH: Tensor, probs_R: Tensor) -> Tensor:
+    def spy(h_RH: Tensor, probs_R: Tensor, **options: Tensor) -> Tensor:
         seen.append(probs_R)
-        return swiglu_prob(h_RH, probs_R)
+        return swiglu_prob(h_RH, probs_R, **options)
 
     swiglu_prob = kernel.swiglu_prob
     monkeypatch.setattr(kernel, "swiglu_prob", spy)

@@ -226,11 +226,37 @@ def test_exact_plans_have_kernels_without_p_and_the_seeds_have_it():
     assert plan(dataclasses.replace(GLM, fa4_pr_2816=False)).workload.fa4_pr_2816 is False
 
 
-def test_static_dispatch_buffers_are_there_whatever_the_routing():
-    made = plan(dataclasses.replace(NVL72, dispatcher="symm_mem")).to_json()
-    rows = 8 * (2 * 6144 + 4)
-    assert made["per_token_mb"]["ep_buffer"] * 1e6 == pytest.approx(2 * 64 * (2 * 6144 + 8 * 8) + rows)
-    assert made["memory_gb"]["moments"]["head and loss"] > gigabytes(NVL72)["moments"]["head and loss"]
+@pytest.mark.parametrize(
+    ("options", "copies"),
+    [
+        # Of 8 of 256 experts on 64 ranks, 7.68 are on different ones, and results have a place for each of the 8.
+        ({}, 8),
+        ({"balance": "worst"}, 64),
+        ({"ep_chunks": "adaptive", "balance": "worst"}, 8),
+        # A copy of every token of the 64 ranks, whatever the routing.
+        ({"ep_chunks": 1}, 64),
+        ({"ep_chunks": 4}, 16),
+    ],
+)
+def test_one_sided_writes_have_two_buffers_for_the_most_that_an_exchange_brings(options, copies):
+    request = dataclasses.replace(NVL72, **options)
+    # In a number of chunks, rows beside the buffers are those of the worst routing.
+    same_rows = {"balance": "worst"} if isinstance(request.ep_chunks, int) else {}
+    alone = plan(dataclasses.replace(request, dispatcher="all_to_all", **same_rows)).to_json()
+    buffered = plan(dataclasses.replace(request, dispatcher="symm_mem")).to_json()
+    added = buffered["per_token_mb"]["ep_buffer"] - alone["per_token_mb"]["ep_buffer"]
+    assert added * 1e6 == pytest.approx(2 * copies * (2 * 6144 + 4 * 8))
+    of_loss = [made["memory_gb"]["moments"]["head and loss"] for made in (alone, buffered)]
+    assert of_loss[1] > of_loss[0]
+
+
+def test_one_sided_writes_in_chunks_provide_for_the_worst_rows_of_one_whatever_the_routing():
+    bounded = dataclasses.replace(NVL72, dispatcher="symm_mem", ep_chunks=8)
+    worst = dataclasses.replace(NVL72, balance="worst", ep_chunks=8)
+    rows = [plan(each).workload.expert_rows_per_token(plan(each).evaluation.experts.side) for each in (bounded, worst)]
+    assert rows == [256, 256]
+    exact = plan(dataclasses.replace(NVL72, dispatcher="symm_mem", recompute="none"))
+    assert not exact.workload.keeps_copies(exact.evaluation.experts.side, 16384)
 
 
 def test_the_head_holds_the_logits_of_all_tokens_and_fp32_ones_of_a_chunk():

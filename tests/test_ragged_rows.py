@@ -55,3 +55,9 @@ def test_both_directions_say_the_same():
     flat = rows.row_of_slot_TK.view(-1)
     assert torch.equal(flat[rows.slot_of_row_R.long()], torch.arange(len(rows.slot_of_row_R), dtype=torch.int32))
     assert (flat >= 0).sum() == len(rows.slot_of_row_R) and flat.min() == -1
+
+
+def test_sums_may_be_changed_in_place():
+    rows, y_RD = some_rows(0.5), torch.randn(NUM_TOKENS * TOP_K // 2, HIDDEN, requires_grad=True)
+    sum_ragged_rows(y_RD, rows).add_(1.0).sum().backward()
+    assert y_RD.grad is not None and y_RD.grad.eq(1).all()

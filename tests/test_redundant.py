@@ -3,8 +3,10 @@
 Shapes: T tokens of a rank, K experts per token, E experts, D hidden size, R rows.
 """
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy import collectives
 from lightning_moe_strategy.expert_parallel.dispatch import RowDispatcher
-from lightning_moe_strategy.expert_parallel.experts import attach
-from lightning_moe_strategy.expert_parallel.redundant import ExpertMove, RedundantDispatcher
+from lightning_moe_strategy.expert_parallel.experts import attach, run_beside
+from lightning_moe_strategy.expert_parallel.redundant import RedundantDispatcher, Tally
 from lightning_moe_strategy.expert_parallel.splits import SplitMemory
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
 from lightning_moe_strategy.recompute import recompute_blocks
@@ -37,7 +39,9 @@ Make = Callable[..., RowDispatcher]
 
 def experts_on_ranks(kind: str, make_dispatcher: Make) -> tuple[nn.Module, RowDispatcher]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    experts, dispatcher = make(kind), make_dispatcher(NUM_EXPERTS, mesh.get_group())
+    experts = make(kind)
+    options = {"experts": experts} if make_dispatcher is RedundantDispatcher else {}
+    dispatcher = make_dispatcher(NUM_EXPERTS, mesh.get_group(), **options)
     attach(experts, dispatcher)
     spread(experts, mesh)
     return experts, dispatcher
@@ -172,9 +176,9 @@ def test_a_recomputed_block_has_the_same_gradients_and_plans_once(ranks4: Any, r
     for results in (expected, actual):
         exchanges = [kinds_of(calls) for _, calls in results]
         assert exchanges[1:] == exchanges[:-1]
-    out = ["rows"] * 2 + ["experts"] * 2 + ["rows"]
+    out = ["experts"] * 2 + ["rows"] * 3
     # Weights are fetched twice either way: kept nowhere, and needed in both passes.
-    assert kinds_of(expected[0][1]) == ["counts", *out, "rows", *["experts"] * 4, *["rows"] * 2]
+    assert kinds_of(expected[0][1]) == ["counts", *out, *["experts"] * 2, "rows", *["experts"] * 2, *["rows"] * 2]
     assert kinds_of(actual[0][1]) == ["counts", *out, *out, "rows", *["experts"] * 2, *["rows"] * 2]
 
 
@@ -248,8 +252,66 @@ def test_every_rank_runs_every_exchange_whatever_needs_a_gradient(
     ranks2: Any, x_needs_grad: list[bool], constant_experts_on: list[int]
 ):
     calls = ranks2(exchanges_of_a_step, x_needs_grad, constant_experts_on)
-    forward = ["counts", "rows", "rows", "experts", "rows"]
-    assert calls == [[*forward, "rows", "experts", "experts", "rows", "rows"]] * 2
+    forward = ["counts", "experts", "rows", "rows", "rows"]
+    assert calls == [[*forward, "experts", "rows", "experts", "rows", "rows"]] * 2
+
+
+def events_of_a_step(recompute: bool) -> list[str]:
+    """What travels, when it is issued and when it is waited for, and what the block computes meanwhile."""
+    experts, dispatcher = experts_on_ranks("ours", RedundantDispatcher)
+    block, events = Block(experts), list[str]()
+    if recompute:
+        recompute_blocks(nn.ModuleDict({"block": block}), {"block": block}, {"block.experts": experts})
+    run_beside(experts, lambda _: lambda: events.append("meanwhile"))
+    exchange = collectives._exchange
+
+    def kind(x: Tensor) -> str:
+        return "rows" if x.dim() == 2 else "experts"
+
+    def spy(x: Tensor, *args: Any) -> Tensor:
+        events.append(f"{'issue' if len(args) == 4 else 'exchange'} {kind(x)}")
+        return exchange(x, *args)
+
+    hidden_TD, _, _, grad_TD = inputs_of_rank("ours", "random", dist.get_rank(), dist.get_world_size(), 9)
+    collectives._exchange = spy
+    try:
+        with collectives.observed_waits(lambda x: events.append(f"wait {kind(x)}")):
+            y_TD = block(hidden_TD.requires_grad_())
+            events.append("backward")
+            y_TD.backward(grad_TD)
+    finally:
+        collectives._exchange = exchange
+    return [event for event, _ in groupby(events)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_are_on_their_way_while_rows_travel_and_others_compute(ranks4: Any, recompute: bool):
+    events = ranks4(events_of_a_step, recompute)
+    assert events[1:] == events[:-1]
+    out = ["issue experts", "issue rows", "meanwhile", "wait rows", "wait experts"]
+    back, gradients = ["issue rows", "wait rows"], ["exchange experts", "issue rows", "wait rows"]
+    if recompute:
+        assert events[0] == [*out, *back, "backward", *out, *back, *back, *gradients]
+    else:
+        assert events[0] == [*out, *back, "backward", "issue experts", *back, "wait experts", *gradients]
+
+
+def copied_on_ranks(make_dispatcher: Make) -> dict[str, Tensor]:
+    """A deep copy of a module with a dispatcher, whose weights are others."""
+    experts, _ = experts_on_ranks("ours", make_dispatcher)
+    copied = copy.deepcopy(experts)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    result = run(copied, inputs_of_rank("ours", "nobody_here", dist.get_rank(), dist.get_world_size(), 7))
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in result.items()}
+
+
+def test_a_copy_of_the_module_sends_its_own_weights(ranks2: Any):
+    for one, other in zip(
+        ranks2(copied_on_ranks, RowDispatcher), ranks2(copied_on_ranks, RedundantDispatcher), strict=True
+    ):
+        assert_close(other, one)
 
 
 def frozen_on_ranks(routing: str) -> tuple[bool, list[str]]:
@@ -326,23 +388,101 @@ def test_as_many_bytes_move_as_the_plan_says(ranks4: Any):
     assert moved >= 2 and sum(size for size, _ in results) == 3 * moved * of_one_expert
 
 
-class _Returned:
-    """An all-to-all that brings back what two other ranks made of this rank's expert 0."""
+class ExactProducts(torch.autograd.Function):
+    """Rows times the weights of their experts, whose gradients are exact products added up in FP32."""
 
-    def __init__(self, parts: Tensor) -> None:
-        self.parts = parts
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights: Tensor, offsets_L: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_RD, weights, offsets_L)
+        return torch.cat([rows_RD[a:b] @ weight.T for a, b, weight in spans(offsets_L, weights)])
 
-    def __call__(self, *args: Any) -> Tensor:
-        return self.parts
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_RD, weights, offsets_L = ctx.saved_tensors
+        of_weights = [grad_RD[a:b].float().T @ rows_RD[a:b].float() for a, b, _ in spans(offsets_L, weights)]
+        of_rows = [grad_RD[a:b] @ weight for a, b, weight in spans(offsets_L, weights)]
+        return torch.cat(of_rows), torch.stack(of_weights), None
 
 
-def test_gradients_are_added_at_home_in_fp32(monkeypatch: pytest.MonkeyPatch):
-    ones = torch.ones(2, 4, 4, dtype=torch.bfloat16)
-    monkeypatch.setattr("lightning_moe_strategy.expert_parallel.redundant.all_to_all_rows", _Returned(ones))
-    move = ExpertMove(group=None, sent=[0, 0], num_sent=[0, 1, 1], num_received=[0, 0, 0])  # type: ignore[arg-type]
-    whole = move.add_at_home(torch.full((2, 4, 4), 256, dtype=torch.bfloat16))
-    # In bf16, 256 + 1 is 256, twice.
-    assert whole.dtype == torch.bfloat16 and whole[0].eq(258).all() and whole[1].eq(256).all()
+def spans(offsets_L: Tensor, weights: Tensor) -> list[tuple[int, int, Tensor]]:
+    ends = offsets_L.tolist()
+    return list(zip([0, *ends], ends, weights, strict=False))
+
+
+def gradient_under_bf16(make_dispatcher: Make, grad_dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """What a parameter of this rank gets, its exact sum in FP64, and how many experts have moved."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(7)
+    weights, grad_RD = (torch.randn(NUM_EXPERTS, *size, HIDDEN, generator=generator).bfloat16() for size in ([16], []))
+    dispatcher = make_dispatcher(NUM_EXPERTS, dist.group.WORLD)
+    own = slice(rank * dispatcher.num_local_experts, (rank + 1) * dispatcher.num_local_experts)
+    parameter = weights[own].clone().requires_grad_()
+    parameter.grad_dtype = grad_dtype
+    ids_TK = ids_of_rank("zipf", rank, dist.get_world_size())
+    x_TD = torch.randn(len(ids_TK), HIDDEN, generator=generator.manual_seed(rank)).bfloat16()
+    plan = dispatcher.plan(ids_TK)
+    rows_RD, _, offsets_L = dispatcher.dispatch(x_TD, torch.ones(ids_TK.shape), plan)
+    rows_RD = ExactProducts.apply(rows_RD, *plan.weights_of_rows([parameter]), offsets_L)
+    dispatcher.combine(rows_RD, plan).backward(grad_RD[:1].expand(len(ids_TK), -1))
+    # All rows have the same gradient, and an expert's is its product with their sum.
+    sum_ED = torch.zeros(NUM_EXPERTS, HIDDEN, dtype=torch.float64)
+    sum_ED.index_add_(0, ids_TK.reshape(-1), x_TD.double().repeat_interleave(TOP_K, 0))
+    dist.all_reduce(sum_ED)
+    exact = grad_RD[0].double().view(1, -1, 1) * sum_ED[own].unsqueeze(1)
+    return parameter.grad, exact, getattr(dispatcher, "tally", Tally()).moved_experts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_moved_experts_gradient_is_not_rounded_on_its_way_home(request: Any, num_ranks: int):
+    """Of BF16 weights whose parameter takes FP32: the sum of exact products, as with every expert at home."""
+    ranks = request.getfixturevalue(f"ranks{num_ranks}")
+    for make_dispatcher in (RowDispatcher, RedundantDispatcher):
+        for grad, exact, moved in ranks(gradient_under_bf16, make_dispatcher, torch.float32):
+            assert grad.dtype == torch.float32 and bool(moved) == (make_dispatcher is RedundantDispatcher)
+            # Where a part is rounded to BF16 on the way, 1e-3 of it is lost.
+            assert (grad - exact).abs().max() <= TOLERANCE * exact.abs().max()
+
+
+def mlp_gradients_under_bf16(make_dispatcher: Make) -> list[Tensor]:
+    """Of our own experts' kernel, what parameters of this rank that take FP32 get."""
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(7)
+    dispatcher = make_dispatcher(NUM_EXPERTS, dist.group.WORLD)
+    own = slice(rank * dispatcher.num_local_experts, (rank + 1) * dispatcher.num_local_experts)
+    sizes = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    weights = [torch.randn(NUM_EXPERTS, *size, generator=generator).bfloat16()[own] for size in sizes]
+    for weight in weights:
+        weight.requires_grad_().grad_dtype = torch.float32
+    ids_TK = ids_of_rank("zipf", rank, dist.get_world_size())
+    x_TD, grad_TD = (torch.randn(len(ids_TK), HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    plan = dispatcher.plan(ids_TK)
+    rows_RD, probs_R, offsets_L = dispatcher.dispatch(x_TD, torch.ones(ids_TK.shape), plan)
+    y_TD = dispatcher.combine(expert_mlp(rows_RD, probs_R, *plan.weights_of_rows(weights), offsets_L), plan)
+    y_TD.backward(grad_TD)
+    return [weight.grad for weight in weights]
+
+
+def test_our_experts_gradients_are_not_rounded_either(ranks4: Any):
+    at_home, moved = (ranks4(mlp_gradients_under_bf16, d) for d in (RowDispatcher, RedundantDispatcher))
+    for one, other in zip(chain(*at_home), chain(*moved), strict=True):
+        assert other.dtype == torch.float32
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
+def test_a_parameter_that_takes_bf16_gets_the_sum_rounded_once(ranks4: Any):
+    wide, narrow = (ranks4(gradient_under_bf16, RedundantDispatcher, d) for d in (torch.float32, torch.bfloat16))
+    for (one, _, moved), (other, _, _) in zip(wide, narrow, strict=True):
+        assert moved and other.dtype == torch.bfloat16 and torch.equal(other, one.bfloat16())
+
+
+def test_frozen_integers_move_as_they_are(ranks2: Any):
+    assert all(ranks2(integers_moved))
+
+
+def integers_moved() -> bool:
+    dispatcher, rank = RedundantDispatcher(4, dist.group.WORLD), dist.get_rank()
+    plan = dispatcher.plan(torch.zeros(6, 1, dtype=torch.int64))
+    dispatcher.dispatch(torch.ones(6, 4), torch.ones(6, 1), plan)
+    (weights,) = plan.weights_of_rows([torch.full((2, 3), 10 * rank, dtype=torch.uint8)])
+    return weights.tolist() == [[0] * 3] * 2 if rank == 0 else weights.tolist() == [[10] * 3] * 2 + [[0] * 3]
 
 
 def syncs_of_a_forward() -> int:

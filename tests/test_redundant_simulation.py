@@ -1,5 +1,6 @@
 """Redundant experts in a simulated step: who computes how many rows, what moves, what it takes."""
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,16 @@ import pytest
 import torch
 import yaml
 
+import lightning_moe_strategy.simulate as simulating
 from lightning_moe_strategy import MoELanguageModel
 from lightning_moe_strategy.cli.simulate import run_simulate
 from lightning_moe_strategy.expert_parallel.assumed_routing import RecordedRouting, assumed_counts_of_all
+from lightning_moe_strategy.expert_parallel.redundant import RedundantDispatcher
 from lightning_moe_strategy.mesh import ParallelDims
+from lightning_moe_strategy.plan.cluster import CLUSTERS
 from lightning_moe_strategy.simulate import simulate
+from tests.simulated_moments import Case, ask
+from tests.test_plan_against_simulator import GLM_NVL72, QWEN_ON_8
 from tests.test_simulation_routing import EXPERTS, HIDDEN, LENGTH, MODEL, NAMES, TOP_K
 
 SKEWED = [5, 5, 3, 3, 1, 1, 1, 1]
@@ -42,6 +48,47 @@ def test_the_busiest_rank_needs_less_memory_than_with_its_experts_at_home():
     for recompute in ("none", "block"):
         redundant, at_home = step("worst", recompute=recompute), step("worst", max_imbalance=None, recompute=recompute)
         assert redundant.peak_bytes < at_home.peak_bytes
+
+
+# Rank 0 has no rows of its own, and takes nearly all that another has: 14 of 16 experts.
+RECEIVER = (QWEN_ON_8, [0.0] * 16 + [1.0] * 112)
+# Rank 0 has half of all rows, and sends an expert to each of 63 others.
+HOME = (GLM_NVL72, "worst")
+
+
+@pytest.mark.parametrize(
+    ("case", "routing"),
+    [pytest.param(*RECEIVER, id="receiver"), pytest.param(*HOME, id="home", marks=pytest.mark.slow)],
+)
+def test_the_planned_memory_of_a_layer_holds_the_weights_that_move(
+    case: Case, routing: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Planned for as many experts as can move; without them, a receiver's is 3 to 7 % too small, a home's 30."""
+
+    def with_routing(*args: Any, **options: Any) -> Any:
+        return simulate(*args, **options | {"routing": routing, "max_imbalance": 1.0})
+
+    monkeypatch.setattr(simulating, "simulate", with_routing)
+    witnesses = ask(dataclasses.replace(case, routing="redundant"))
+    for moment in ("experts in the forward", "last layer's experts", "first layer's experts"):
+        planned, found = (sum(side[moment].values()) for side in (witnesses.planned, witnesses.simulated))
+        assert planned == pytest.approx(found, rel=0.025), moment
+    peak = sum(size for name, size in witnesses.plan.evaluation.peak.buckets.items() if name != "allocator_reserve")
+    assert peak == pytest.approx(witnesses.simulation.peak_bytes, rel=0.025)
+
+
+def test_weights_travel_behind_what_a_block_computes_beside_its_experts(monkeypatch: pytest.MonkeyPatch):
+    """A shared expert that takes longer than the rows do hides them, forward and in the recompute."""
+    monkeypatch.setattr(f"{__name__}.MODEL", MODEL | {"shared_experts": 64})
+    options = dict(recompute="block", cluster=CLUSTERS["gb200-nvl72"])
+    ahead = step("worst", **options)
+    monkeypatch.setattr(RedundantDispatcher, "_weights", lambda self: [])
+    after = step("worst", **options)
+    assert ahead.num_bytes == after.num_bytes and ahead.seconds.compute == after.seconds.compute
+    hidden = after.seconds.exposed["ep"] - ahead.seconds.exposed["ep"]
+    assert (
+        hidden == pytest.approx(after.seconds.step - ahead.seconds.step) and hidden > 0.02 * ahead.seconds.exposed["ep"]
+    )
 
 
 def test_counts_of_all_ranks_are_those_of_each():

@@ -189,13 +189,16 @@ def test_the_monitor_shows_the_skew_at_home_and_as_computed(ranks2: Any, tmp_pat
         assert len(lines) == 2
         for figures in lines:
             assert figures["rank_skew_computed"] == 1.0 < figures["rank_skew_at_home"]
+            assert figures["rank_skew_at_home_etp2"] == figures["rank_skew_etp2"] == 1.0  # one group of both ranks
             assert 0 < figures["moved_experts"] <= 4  # of two ranks with four experts each, one receives
             # Padding is computed too, and is no load of experts: the figures are near each other, not the same.
             assert figures["rank_skew_at_home"] == pytest.approx(figures["rank_skew"], abs=0.2)
-    assert len(captions) == 1 and "1.00 as computed" in captions[0]
+    (caption,) = captions
+    assert "1.00 with etp=2, 1.00 as computed" in caption and "Experts moved per layer" in caption
 
 
 def test_without_redundant_experts_the_monitor_says_what_it_did(ranks2: Any, tmp_path: Path):
     (logger, captions), _ = ranks2(monitored, dict(fsdp=2, ep=2), tmp_path)
     assert captions == [None]
     assert all({"moved_experts", "rank_skew_at_home"}.isdisjoint(figures) for _, figures in logger.figures("train"))
+    assert all(figures["rank_skew_etp2"] == 1.0 for _, figures in logger.figures("train"))

@@ -23,11 +23,13 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from lightning_moe_strategy.kernels import (  # noqa: E402
     triton_outer_products,
+    triton_peer_copy,
     triton_router,
     triton_routing,
     triton_rows,
     triton_swiglu,
 )
+from lightning_moe_strategy.kernels.peer_copy import Peers  # noqa: E402
 
 MAX_SHARED_BYTES = 227 * 1024
 """Of one block of threads, on compute capability 9.0, 10.0 and 10.3 alike."""
@@ -36,6 +38,8 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -52,6 +56,7 @@ class Launch:
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    grid: Any = None
 
     @property
     def name(self) -> str:
@@ -86,6 +91,34 @@ def swiglu_backward(intermediate: int = 2048) -> None:
     triton_swiglu.swiglu_prob_backward(meta(65536, intermediate), h_RH, probs_R)
 
 
+def swiglu_of_filled_rows() -> None:
+    offsets_E, probs_R = meta(32, dtype=torch.int32), meta(65536, dtype=torch.float32)
+    triton_swiglu.swiglu_prob(meta(65536, 4096), probs_R, num_rows=offsets_E[-1:])
+    triton_swiglu.swiglu_prob_backward(meta(65536, 2048), meta(65536, 4096), probs_R, num_rows=offsets_E[-1:])
+
+
+def put_copies(dtype: torch.dtype = torch.bfloat16, width: int = 7168) -> None:
+    ranks_TJ, places_TJ = meta(16384, 8, dtype=torch.int32), meta(16384, 8, dtype=torch.int32)
+    triton_peer_copy.put_copies(meta(16384, width, dtype=dtype), peers(), 2**32, ranks_TJ, places_TJ)
+
+
+def put_sums(dtype: torch.dtype = torch.bfloat16, width: int = 7168) -> None:
+    rows_of_slots_CK, ranks_C = meta(131072, 8, dtype=torch.int32), meta(131072, dtype=torch.int32)
+    triton_peer_copy.put_sums(meta(65536, width, dtype=dtype), peers(), 2**32, rows_of_slots_CK, ranks_C, ranks_C)
+
+
+def signal() -> None:
+    triton_peer_copy.signal(meta(64, dtype=torch.int32), peers(), 16, 3, 7)
+
+
+def wait() -> None:
+    triton_peer_copy.wait(meta(64, dtype=torch.int32), 7, seconds=1.0)
+
+
+def peers() -> Peers:
+    return Peers((), meta(64, dtype=torch.int64))
+
+
 def router(num_experts: int, top_k: int, scoring: Any, **groups: int) -> None:
     logits_TE = meta(16384, num_experts, dtype=torch.float32).requires_grad_()
     bias_E = meta(num_experts, dtype=torch.float32) if scoring == "sigmoid" else None
@@ -110,11 +143,21 @@ STREAMING = {
     "swiglu, Qwen3-30B": lambda: swiglu(768),
     "swiglu backward, DeepSeek-V3": swiglu_backward,
     "swiglu backward, Qwen3-30B": lambda: swiglu_backward(768),
+    "swiglu of filled rows, both ways": swiglu_of_filled_rows,
+    "put copies, DeepSeek-V3": put_copies,
+    "put copies, Qwen3-30B in FP32": lambda: put_copies(torch.float32, 2048),
+    "put sums, DeepSeek-V3": put_sums,
+    "put sums, Qwen3-30B in FP32": lambda: put_sums(torch.float32, 2048),
 }
 """Bound by memory, and no kernel else moves as many bytes."""
 OTHERS = {
     "sort": sort,
     "spread, probabilities": lambda: spread(torch.float32, 1),
+    "put copies, ids of experts": lambda: put_copies(torch.int32, 8),
+    "put copies, rows of odd bytes": lambda: put_copies(torch.bfloat16, 7167),
+    "put sums, rows of odd bytes": lambda: put_sums(torch.bfloat16, 7167),
+    "signal": signal,
+    "wait": wait,
     "router, Qwen3": lambda: router(128, 8, "softmax"),
     "router, DeepSeek-V3": lambda: router(256, 8, "sigmoid", num_groups=8, top_k_groups=4),
     "router, DeepSeek-V2": lambda: router(160, 6, "softmax", num_groups=8, top_k_groups=3),
@@ -145,6 +188,25 @@ def test_a_kernel_bound_by_memory_moves_16_bytes_at_a_time(case: str, capability
             assert not narrow_halves, (launch.name, operation)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_flags_are_raised_and_read_for_other_gpus(capability: int):
+    """Peers see what a rank has put before they see its flag, over NVLink too: no weaker order or scope will do."""
+    for launcher, order in ((signal, r"release\.exch"), (wait, r"acquire\.add")):
+        (launch,) = launches(launcher)
+        ptx = compile_for(launch, capability).asm["ptx"]
+        atomics = re.findall(r"\b(?:atom|red)\.\S+", ptx)
+        assert atomics and all(re.search(rf"\.sys\.{order}\.", each) for each in atomics), atomics
+        assert re.search(r"bar\.sync|barrier\.sync|bar\.warp\.sync", ptx), launch.name
+
+
+@pytest.mark.parametrize("case", ["put copies, DeepSeek-V3", "put sums, DeepSeek-V3"])
+def test_a_put_takes_few_sms_however_much_it_moves(case: str):
+    """24 programs of 1,024 threads, for which an SM has 64 registers each."""
+    (launch,) = launches(STREAMING[case])
+    assert (launch.grid, launch.num_warps) == ((24,), 32)
+    assert registers_and_spills(compile_for(launch, 90))[0] <= 64
+
+
 @pytest.mark.parametrize("case", STREAMING)
 def test_places_in_memory_are_64_bits_wide(case: str):
     """65,536 rows of 32,768 numbers are the first that a 32-bit offset does not reach."""
@@ -169,7 +231,7 @@ def launches(launcher: Callable[[], None]) -> list[Launch]:
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **kwargs: Any):
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        recorded.append(Launch(kernel, arguments, num_warps, num_stages))
+        recorded.append(Launch(kernel, arguments, num_warps, num_stages, grid))
 
     def run_autotuned(tuner: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any):
         for config in tuner.configs:
@@ -210,7 +272,7 @@ def specialized(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[An
             signature[parameter.name] = POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]  # torch allocates in steps of 512 bytes
         else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            signature[parameter.name] = "fp32" if isinstance(value, float) else parameter.annotation_type or "i32"
             if is_specialized and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes

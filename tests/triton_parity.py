@@ -1,7 +1,8 @@
 """Every Triton kernel against the torch reference of its name. test_triton_parity.py runs this file interpreted, in a
 process of its own; on a machine with a GPU and Triton ``pytest tests/triton_parity.py`` runs the compiled kernels.
 
-Shapes: T tokens, K experts per token, E experts, D hidden, I intermediate, R rows, M and N sizes of a weight.
+Shapes: T tokens, K experts per token, E experts, D hidden, I intermediate, R rows, M and N sizes of a weight, C copies,
+J ranks of a token.
 """
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from lightning_moe_strategy.kernels import (
     on_cuda,
     triton_outer_products,
+    triton_peer_copy,
     triton_router,
     triton_routing,
     triton_rows,
     triton_swiglu,
 )
 from lightning_moe_strategy.kernels.outer_products import add_outer_products
-from lightning_moe_strategy.kernels.ragged_rows import add_ragged_rows, ragged_rows, spread_ragged_rows
+from lightning_moe_strategy.kernels.peer_copy import Peers, put_copies, put_sums, signal, wait
+from lightning_moe_strategy.kernels.ragged_rows import RaggedRows, add_ragged_rows, ragged_rows, spread_ragged_rows
 from lightning_moe_strategy.kernels.router import choose_experts
 from lightning_moe_strategy.kernels.routing import add_rows, gather_rows, sort_by_expert, spread_rows, sum_rows
 from lightning_moe_strategy.kernels.swiglu import swiglu_prob, swiglu_prob_backward
@@ -47,6 +50,10 @@ def test_all_kernels_run_here_and_no_reference():
         (swiglu_prob_backward, triton_swiglu),
         (choose_experts, triton_router),
         (add_outer_products, triton_outer_products),
+        (put_copies, triton_peer_copy),
+        (put_sums, triton_peer_copy),
+        (signal, triton_peer_copy),
+        (wait, triton_peer_copy),
     ):
         name = function.__wrapped__.__name__
         assert on_cuda._kernel(module.__name__.rpartition(".")[2], name) is getattr(module, name)
@@ -114,10 +121,25 @@ def test_tokens_with_fewer_rows_than_slots_are_copied_and_summed(num_rows, num_t
     x_TD, y_RD = (torch.randn(size, hidden, device=DEVICE).to(dtype) for size in (num_tokens, num_rows))
     assert torch.equal(spread_ragged_rows(x_TD, *rows), spread_ragged_rows.__wrapped__(x_TD, *rows))
     expected_TD = add_ragged_rows.__wrapped__(y_RD.float(), *rows)
+    assert torch.equal(add_ragged_rows(y_RD, *rows), rounded(expected_TD, dtype))
+
+
+def test_rows_that_no_slot_has_are_copied_to_nothing_and_added_to_nothing():
+    rows = RaggedRows(
+        torch.tensor([3, 0, 5, 2, 0, 0], dtype=torch.int32, device=DEVICE),
+        torch.tensor([[1, -1], [3, 0], [-1, 2]], dtype=torch.int32, device=DEVICE),
+    )
+    x_TD, y_RD = torch.randn(3, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE)
+    y_RD[4:] = float("nan")
+    assert torch.equal(add_ragged_rows(y_RD, *rows), add_ragged_rows.__wrapped__(y_RD, *rows))
+    assert torch.equal(spread_ragged_rows(x_TD, *rows)[:4], spread_ragged_rows.__wrapped__(x_TD, *rows)[:4])
+
+
+def rounded(x_TD, dtype):
     if on_cuda.IS_INTERPRETED and dtype == torch.bfloat16:
         # Where a GPU rounds FP32 to BF16, the interpreter cuts off.
-        expected_TD = (expected_TD.view(torch.int32) & -(2**16)).view(torch.float32)
-    assert torch.equal(add_ragged_rows(y_RD, *rows), expected_TD.to(dtype))
+        x_TD = (x_TD.view(torch.int32) & -(2**16)).view(torch.float32)
+    return x_TD.to(dtype)
 
 
 def test_strided_rows_and_expanded_gradients_are_taken():
@@ -152,6 +174,114 @@ def test_rows_past_those_given_are_neither_read_nor_written():
     probs_R = torch.rand(5, device=DEVICE)
     out_RI[:5] = swiglu_prob(memory_RH[:5], probs_R)
     assert out_RI[:5].isfinite().all() and out_RI[5:].isnan().all()
+
+
+@pytest.mark.parametrize("num_filled", [0, 1, 40, 70, 99])
+def test_rows_that_are_not_filled_are_not_written(num_filled):
+    """What is not written holds the NaNs that torch fills fresh memory with, if asked."""
+    h_RH, grad_RI = torch.randn(70, 128, device=DEVICE), torch.randn(70, 64, device=DEVICE)
+    probs_R = torch.rand(70, device=DEVICE)
+    # The number lies where `offsets_E[-1:]` does: at no multiple of 16 bytes.
+    num_rows = torch.tensor([0, num_filled], dtype=torch.int32, device=DEVICE)[-1:]
+    whole = (swiglu_prob(h_RH, probs_R), *swiglu_prob_backward(grad_RI, h_RH, probs_R))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for forward, backward in (
+            (swiglu_prob, swiglu_prob_backward),
+            (swiglu_prob.__wrapped__, swiglu_prob_backward.__wrapped__),
+        ):
+            activated_RI = forward(h_RH, probs_R, num_rows=num_rows)
+            parts = (activated_RI, *backward(grad_RI, h_RH, probs_R, num_rows=num_rows))
+            for part, expected in zip(parts, whole, strict=True):
+                assert_close(part[:num_filled], expected[:num_filled], 1e-5)
+                # The reference on a GPU does not wait for the number.
+                assert part[num_filled:].isnan().all() or (DEVICE == "cuda" and forward is swiglu_prob.__wrapped__)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def some_peers(num_bytes=2**18):
+    """Memories of three ranks, all on this device, twice: for a kernel and its reference."""
+    for _ in range(2):
+        memories = tuple(torch.full((num_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(3))
+        yield Peers(memories, torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE))
+
+
+def assert_same_memories(actual, expected):
+    assert all(map(torch.equal, actual.memories, expected.memories))
+    assert any(memory.ne(0xA5).any() for memory in expected.memories)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.int8])
+@pytest.mark.parametrize(("num_tokens", "width"), [(21, 1), (19, 7), (70, 8), (9, 1104), (5, 1101)])
+def test_copies_to_other_ranks_are_bitwise_the_same(monkeypatch, num_tokens, width, dtype):
+    monkeypatch.setattr(triton_peer_copy, "NUM_PROGRAMS", 2)  # each has several steps to do
+    monkeypatch.setattr(triton_peer_copy, "ROWS_PER_STEP", 8)
+    x_TD = (100 * torch.randn(num_tokens, width, device=DEVICE)).to(dtype)
+    rank_TJ = torch.randint(-1, 3, (num_tokens, 2), dtype=torch.int32, device=DEVICE)
+    place_TJ = torch.randperm(2 * num_tokens, device=DEVICE).view(num_tokens, 2).int()
+    for first_byte in (0, 8 * x_TD.itemsize, x_TD.itemsize):
+        ours, theirs = some_peers()
+        put_copies(x_TD, ours, first_byte, rank_TJ, place_TJ)
+        put_copies.__wrapped__(x_TD, theirs, first_byte, rank_TJ, place_TJ)
+        assert_same_memories(ours, theirs)
+
+
+def test_copies_of_tokens_that_lie_anywhere():
+    """Strided, and at an address that is no multiple of a word."""
+    rank_TJ = torch.tensor([[0], [2], [1]], dtype=torch.int32, device=DEVICE)
+    for x_TD in (
+        torch.randn(8, 3, device=DEVICE).t(),
+        torch.randn(25, device=DEVICE).bfloat16()[1:].view(3, 8),
+        torch.randn(3, 16, device=DEVICE).bfloat16()[:, 3:9],
+    ):
+        ours, theirs = some_peers()
+        put_copies(x_TD, ours, 16, rank_TJ, rank_TJ)
+        put_copies.__wrapped__(x_TD, theirs, 16, rank_TJ, rank_TJ)
+        assert_same_memories(ours, theirs)
+
+
+def test_copies_reach_places_behind_two_gibibytes():
+    memory = torch.empty(2**31 + 2**17, dtype=torch.uint8, device=DEVICE)  # untouched memory takes no room
+    peers = Peers((memory,), torch.tensor([memory.data_ptr()], device=DEVICE))
+    x_TD = torch.randn(1, 1024, device=DEVICE)
+    rank_TJ, place_TJ = (torch.full((1, 1), each, dtype=torch.int32, device=DEVICE) for each in (0, 2**19 + 1))
+    put_copies(x_TD, peers, 2**16, rank_TJ, place_TJ)
+    assert torch.equal(memory[2**31 + 2**16 + 2**12 :][: 2**12].view(torch.float32), x_TD[0])
+    put_sums(2 * x_TD, peers, 2**31, torch.zeros_like(rank_TJ), rank_TJ[0], torch.ones_like(rank_TJ[0]))
+    assert torch.equal(memory[2**31 + 2**12 :][: 2**12].view(torch.float32), 2 * x_TD[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_copies", "width"), [(30, 200, 1), (50, 33, 7), (40, 50, 1104)])
+def test_sums_for_other_ranks_are_bitwise_the_same(monkeypatch, num_rows, num_copies, width, dtype):
+    monkeypatch.setattr(triton_peer_copy, "NUM_PROGRAMS", 2)
+    rows = ragged_rows(torch.randperm(num_copies * 3, device=DEVICE)[:num_rows].int(), num_copies, 3)
+    y_RD = torch.randn(num_rows, width, device=DEVICE).to(dtype)
+    rank_C = torch.randint(-1, 3, (num_copies,), dtype=torch.int32, device=DEVICE)
+    rank_C[20:150] = -1  # more than are looked at together
+    place_C = torch.randperm(num_copies, device=DEVICE).int()
+    ours, theirs = some_peers(2**19)
+    put_sums(y_RD, ours, 48, rows.row_of_slot_TK, rank_C, place_C)
+    sums_CD = add_ragged_rows.__wrapped__(y_RD.float(), *rows)
+    put_copies.__wrapped__(rounded(sums_CD, dtype), theirs, 48, rank_C[:, None], place_C[:, None])
+    assert_same_memories(ours, theirs)
+    if DEVICE == "cuda" or dtype != torch.bfloat16:
+        put_sums.__wrapped__(y_RD, theirs, 48, rows.row_of_slot_TK, rank_C, place_C)
+        assert_same_memories(ours, theirs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 40])
+def test_signals_raise_a_flag_everywhere_and_end_the_wait(num_ranks):
+    memories = tuple(torch.zeros(256, dtype=torch.uint8, device=DEVICE) for _ in range(num_ranks))
+    peers = Peers(memories, torch.tensor([memory.data_ptr() for memory in memories], device=DEVICE))
+    flags = [memory[32 : 32 + 4 * num_ranks].view(torch.int32) for memory in memories]
+    for rank in range(num_ranks):
+        signal(flags[rank], peers, 32, rank, 7 + rank)
+    for flags_P in flags:
+        wait(flags_P, 7, seconds=1.0)
+        assert flags_P.tolist() == list(range(7, 7 + num_ranks))
+    assert all(memory[:32].eq(0).all() and memory[32 + 4 * num_ranks :].eq(0).all() for memory in memories)
 
 
 ROUTERS = [

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe_strategy.collectives import all_gather_along_dim0, all_to_all_rows
-from lightning_moe_strategy.expert_parallel.deduplicated import CopyDispatcher, Way
+from lightning_moe_strategy.collectives import Transfer, start_all_to_all_rows, start_gather_in_steps
+from lightning_moe_strategy.expert_parallel.deduplicated import CopyDispatcher, CopyWay
 from lightning_moe_strategy.expert_parallel.splits import Splits, piece_of_token
 
 
 @dataclass(frozen=True)
-class AllGatherWay:
+class AllGatherWay(CopyWay):
     """Each rank gets all tokens, and sends back a result for each of them: zeros where it had no work."""
 
     num_tokens: int
@@ -28,17 +28,20 @@ class AllGatherWay:
     def num_copies(self) -> int:
         return self.group.size() * self.most_tokens
 
-    def spread(self, x_TD: Tensor, *index: Tensor) -> Tensor:
+    def start_spread(self, x_TD: Tensor, *index: Tensor) -> Transfer:
         if self.num_tokens < self.most_tokens:
             fill = 0 if x_TD.is_floating_point() else -1
             padding = x_TD.new_full((self.most_tokens - self.num_tokens, *x_TD.shape[1:]), fill)
             x_TD = torch.cat([x_TD, padding])
-        return all_gather_along_dim0(x_TD, self.group)
+        return start_gather_in_steps(x_TD, self.group)
 
-    def collect(self, x_CD: Tensor, *index: Tensor) -> Tensor:
+    def start_collect(self, x_CD: Tensor, *index: Tensor) -> Transfer:
         # Not a reduce-scatter: it adds in the order of its algorithm, and in the dtype that travels.
         counts = [self.most_tokens] * self.group.size()
-        of_ranks = all_to_all_rows(x_CD, counts, counts, self.group).view(self.group.size(), self.most_tokens, -1)
+        return start_all_to_all_rows(x_CD, counts, counts, self.group).then(self._added)
+
+    def _added(self, x_CD: Tensor) -> Tensor:
+        of_ranks = x_CD.view(self.group.size(), self.most_tokens, -1)
         y_TD = torch.zeros_like(of_ranks[0, : self.num_tokens], dtype=torch.promote_types(x_CD.dtype, torch.float32))
         for of_rank_MD in of_ranks:
             y_TD += of_rank_MD[: self.num_tokens]
@@ -57,7 +60,7 @@ class AllGatherDispatcher(CopyDispatcher):
         tokens_G.scatter_add_(0, piece_T, torch.ones_like(piece_T, dtype=torch.int32))
         return tokens_G.repeat(self.num_ranks, 1)
 
-    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[Way, tuple[Tensor, ...]]:
+    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[CopyWay, tuple[Tensor, ...]]:
         return AllGatherWay(len(expert_ids_TK), max(splits.copies_received), self.group), ()
 
     def assume_copies(

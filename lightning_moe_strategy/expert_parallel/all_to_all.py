@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe_strategy.collectives import all_to_all_rows
+from lightning_moe_strategy.collectives import Transfer, start_all_to_all_rows
 from lightning_moe_strategy.expert_parallel.assumed_copies import assumed_copies
-from lightning_moe_strategy.expert_parallel.deduplicated import CopyDispatcher, Way
+from lightning_moe_strategy.expert_parallel.deduplicated import CopyDispatcher, CopyWay
 from lightning_moe_strategy.expert_parallel.splits import Splits, piece_of_token
 from lightning_moe_strategy.kernels.ragged_rows import add_ragged_rows, spread_ragged_rows
 from lightning_moe_strategy.kernels.routing import sort_by_expert
 
 
 @dataclass(frozen=True)
-class AllToAllWay:
+class AllToAllWay(CopyWay):
     """Each rank gets the tokens it has work for. ``slot_of_copy_S`` and ``copy_of_slot_TJ`` say which."""
 
     sent: list[int]
@@ -31,11 +31,12 @@ class AllToAllWay:
     def num_copies(self) -> int:
         return sum(self.received)
 
-    def spread(self, x_TD: Tensor, *index: Tensor) -> Tensor:
-        return all_to_all_rows(spread_ragged_rows(x_TD, *index), self.sent, self.received, self.group)
+    def start_spread(self, x_TD: Tensor, *index: Tensor) -> Transfer:
+        return start_all_to_all_rows(spread_ragged_rows(x_TD, *index), self.sent, self.received, self.group)
 
-    def collect(self, x_CD: Tensor, *index: Tensor) -> Tensor:
-        return add_ragged_rows(all_to_all_rows(x_CD, self.received, self.sent, self.group), *index)
+    def start_collect(self, x_CD: Tensor, *index: Tensor) -> Transfer:
+        transfer = start_all_to_all_rows(x_CD, self.received, self.sent, self.group)
+        return transfer.then(lambda results: add_ragged_rows(results, *index))
 
 
 class AllToAllDispatcher(CopyDispatcher):
@@ -50,7 +51,7 @@ class AllToAllDispatcher(CopyDispatcher):
         counted.scatter_add_(0, place_TK.view(-1), torch.ones_like(place_TK, dtype=torch.int32).view(-1))
         return counted[:size].view(self.num_ranks, num_pieces)
 
-    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[Way, tuple[Tensor, ...]]:
+    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[CopyWay, tuple[Tensor, ...]]:
         way = AllToAllWay(splits.copies_sent, splits.copies_received, self.group)
         num_sent, most = sum(splits.copies_sent), min(expert_ids_TK.shape[1], self.num_ranks)
         # Copies by rank and, within one, by token; slots that send none stand behind them.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
+from lightning_moe_strategy.units import sparse_layer_of
 
 Balance = Literal["none", "bias", "redundant"]
 
@@ -191,7 +192,7 @@ def _find_biases(root: nn.Module, experts: Mapping[str, nn.Module]) -> dict[str,
     """By the name of the layer's experts: beside them, in their router or in the module that holds both."""
     found = {}
     for name in experts:
-        parent = root.get_submodule(name.rpartition(".")[0])
+        parent = root.get_submodule(sparse_layer_of(name))
         held = (_Bias(owner, leaf) for owner in parent.modules() for leaf in BIAS_NAMES if _holds(owner, leaf))
         if (bias := next(held, None)) is not None:
             found[name] = bias

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy._torch_compat import is_same_state, random_state
 from lightning_moe_strategy.expert_parallel.dispatch import EPDispatcher
-from lightning_moe_strategy.expert_parallel.splits import Chunk, Splits
+from lightning_moe_strategy.expert_parallel.splits import BoundsPieces, Chunk, Splits
 
 EPChunks = int | Literal["none", "adaptive"]
 
@@ -56,12 +56,17 @@ class Chunking:
 
     @property
     def is_off(self) -> bool:
+        """All tokens at once, however many rows they bring, and nobody asked for it."""
+        return self.chunks == "none" and self.max_bytes is None
+
+    @property
+    def is_whole(self) -> bool:
         """All tokens at once, however many rows they bring."""
         return self.chunks in ("none", 1) and self.max_bytes is None
 
     def check_balance(self, balance: str) -> None:
         """ValueError where chunks and redundant experts are both asked for."""
-        if balance == "redundant" and not self.is_off:
+        if balance == "redundant" and not self.is_whole:
             raise ValueError(
                 f"ep_chunks({self.chunks!r}), ep_chunk_bytes({self.max_bytes}) have nothing to bound under "
                 "balance='redundant': every rank computes an even share of the rows, whatever the routing. Leave them "
@@ -74,13 +79,18 @@ class Chunking:
         Raises:
             ValueError: on every rank of the group, where one would receive more rows than ``max_bytes`` has room for.
         """
+        if self.is_whole and not isinstance(dispatcher, BoundsPieces):
+            return [Chunk(tokens=slice(0, len(expert_ids_TK)), splits=None)]
         return dispatcher.once(lambda: self._chosen(dispatcher, expert_ids_TK, bytes_per_row))
 
     def _chosen(self, dispatcher: EPDispatcher, expert_ids_TK: Tensor, bytes_per_row: int) -> list[Chunk]:
         if self.chunks == "adaptive":
             return self._adapted(dispatcher, expert_ids_TK, bytes_per_row)
-        num_chunks = 1 if self.chunks == "none" else self.chunks
-        pieces = dispatcher.count(expert_ids_TK, num_chunks, count_most=self.max_bytes is not None)
+        if isinstance(self.chunks, int) and isinstance(dispatcher, BoundsPieces):
+            num_chunks, pieces = self.chunks, dispatcher.bound(expert_ids_TK, self.chunks)
+        else:
+            num_chunks = 1 if self.chunks == "none" else self.chunks
+            pieces = dispatcher.count(expert_ids_TK, num_chunks, count_most=self.max_bytes is not None)
         if self.max_bytes is not None:
             self._refuse_more(max(pieces.most_rows_G), bytes_per_row, num_chunks)
         return [pieces.join(chunk, chunk + 1) for chunk in range(num_chunks)]
@@ -191,7 +201,7 @@ class _InChunks(torch.autograd.Function):
         for chunk, random_states in zip(ctx.chunks, ctx.random_states, strict=True):
             t = chunk.tokens
             hidden_tD, weights_tK = _leaf(hidden_TD[t], hidden_needs), _leaf(weights_TK[t], weights_need)
-            leaves = [_leaf(p, needs) for p, needs in zip(parameters, parameters_need, strict=True)]
+            leaves = sums.leaves(parameters_need)
             outside = [(generator, random_state(generator)) for generator, _ in random_states]
             _set_states(random_states)
             with torch.enable_grad():
@@ -208,28 +218,31 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of the experts' parameters, added up chunk by chunk in FP32 and cast once."""
+    """Gradients of the experts' parameters, added up chunk by chunk in FP32; autograd casts them where it must."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.dtypes = [parameter.dtype for parameter in parameters]
+        self.parameters = parameters
         self.sums: list[Tensor | None] = [None] * len(parameters)
+
+    def leaves(self, need_grad: Sequence[bool]) -> list[Tensor]:
+        """The parameters for one chunk; a chunk's part of a gradient is not rounded either."""
+        leaves = [_leaf(parameter, needs) for parameter, needs in zip(self.parameters, need_grad, strict=True)]
+        for leaf in (leaf for leaf in leaves if leaf.requires_grad):
+            leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
+        return leaves
 
     def add(self, leaves: Sequence[Tensor]) -> None:
         """Takes the gradients of ``leaves`` away from them."""
         for index, leaf in enumerate(leaves):
             gradient, leaf.grad = leaf.grad, None
             total = self.sums[index]
-            if gradient is None:
-                continue
-            if total is None:
-                self.sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            if total is None or gradient is None:
+                self.sums[index] = total if gradient is None else gradient
             else:
                 total += gradient
 
     def result(self) -> list[Tensor | None]:
-        """In the dtypes of the parameters."""
-        pairs = zip(self.sums, self.dtypes, strict=True)
-        return [None if total is None else total.to(dtype) for total, dtype in pairs]
+        return self.sums
 
 
 def _leaf(tensor: Tensor, needs_grad: bool) -> Tensor:

@@ -10,8 +10,9 @@ the ep group, C copies on this rank, R rows this rank computes, G pieces that to
 (copy, k) pair.
 """
 
+import abc
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,32 +28,22 @@ from lightning_moe_strategy.expert_parallel.splits import (
     assumed_pieces,
     count_pieces,
 )
+from lightning_moe_strategy.expert_parallel.travel import Way, bring_back, send
 from lightning_moe_strategy.kernels.ragged_rows import RaggedRows, gather_ragged_rows, ragged_rows, sum_ragged_rows
 from lightning_moe_strategy.kernels.routing import Routing, sort_by_expert
 
 
-class Way(Protocol):
-    """How copies come to the ranks that have work for them, and results back. Neither records a graph.
+class CopyWay(Way):
+    """How copies of tokens come to the ranks that have work for them, and results back.
 
-    It holds numbers alone; ``index`` are the tensors that go with them. Every rank of the group calls both functions,
-    in the same order, whatever its data.
+    Copies come in the order of the ranks and, within one, of its tokens; where there is no token, one holds zeros, or
+    -1 for integers. What the ranks have for a token is added in FP32, ranks ascending, and cast once.
     """
 
     @property
+    @abc.abstractmethod
     def num_copies(self) -> int:
         """Copies that come to this rank."""
-        ...
-
-    def spread(self, x_TD: Tensor, *index: Tensor) -> Tensor:
-        """``x_CD``: copies of every rank's tokens, in the order of the ranks and, within one, of its tokens.
-
-        Where there is no token, the copy holds zeros, or -1 for integers.
-        """
-        ...
-
-    def collect(self, x_CD: Tensor, *index: Tensor) -> Tensor:
-        """``y_TD``: what the ranks have for each token of this one, added in FP32, ranks ascending, and cast once."""
-        ...
 
 
 @dataclass
@@ -75,18 +66,18 @@ class Sent:
 class CopyPlan(Plan):
     """A plan whose ``routing`` is that of the copies on this rank: a slot of another rank's expert has row -1."""
 
-    way: Way
+    way: CopyWay
     index: tuple[Tensor, ...]
     splits: Splits
     ticket: Tensor | None = None
-    """An empty tensor that ties the exchanges of one forward together; see `_Spread`."""
+    """An empty tensor that ties the exchanges of one forward together; see `send`."""
 
     @property
     def rows(self) -> RaggedRows:
         return RaggedRows(self.routing.slot_of_row_R, self.routing.row_of_slot_TK)
 
 
-class CopyDispatcher(SpreadDispatcher):
+class CopyDispatcher(SpreadDispatcher, abc.ABC):
     """What dispatchers that send one copy to a rank have in common. A kind says how copies travel."""
 
     def __init__(
@@ -95,19 +86,19 @@ class CopyDispatcher(SpreadDispatcher):
         super().__init__(num_experts, group, assumed_routing)
         self.sent = Sent()
 
+    @abc.abstractmethod
     def count_copies(self, expert_ids_TK: Tensor, num_pieces: int) -> Tensor:
         """``copies_PG`` (int32): copies of each piece of this rank's tokens that each rank gets."""
-        raise NotImplementedError
 
-    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[Way, tuple[Tensor, ...]]:
+    @abc.abstractmethod
+    def way(self, expert_ids_TK: Tensor, splits: Splits) -> tuple[CopyWay, tuple[Tensor, ...]]:
         """How copies of these tokens travel, and the index tensors for it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def assume_copies(
         self, num_tokens: int, rows_sent: list[int], rows_received: list[int]
     ) -> tuple[list[int], list[int]]:
         """Under the assumed routing, copies to and from each rank, whose rows are known."""
-        raise NotImplementedError
 
     def count(self, expert_ids_TK: Tensor, num_pieces: int, *, count_most: bool) -> Pieces:
         copies_PG = self.count_copies(expert_ids_TK, num_pieces)
@@ -148,13 +139,12 @@ class CopyDispatcher(SpreadDispatcher):
         routing = Routing(slot_of_row_R, rows.token_of_row_R, rows.row_of_slot_TK, offsets_L)
         return CopyPlan(routing=routing, way=way, index=index, splits=splits)
 
-    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(
+        self, x_TD: Tensor, probs_TK: Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(plan, CopyPlan)
         probs_TK = probs_TK.to(torch.promote_types(probs_TK.dtype, torch.float32))
-        ticket = torch.zeros(0, device=x_TD.device, requires_grad=torch.is_grad_enabled())
-        plan.ticket, x_CD, probs_CK = _Spread.apply(  # type: ignore[no-untyped-call]
-            ticket, plan.way, len(plan.index), *plan.index, x_TD, probs_TK
-        )
+        plan.ticket, (x_CD, probs_CK) = send(plan.way, plan.index, (x_TD, probs_TK), meanwhile)
         if torch.is_grad_enabled() and not in_backward() and not in_checkpointed_region():
             # What is kept until a backward pass that is far: copies are fewer than rows. In a recompute, whose
             # backward pass is next, they would stand in memory beside the rows.
@@ -169,12 +159,9 @@ class CopyDispatcher(SpreadDispatcher):
     def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
         assert isinstance(plan, CopyPlan) and plan.ticket is not None
         partial_CD = sum_ragged_rows(rows_RD, plan.rows)
-        _, y_TD = _Collect.apply(  # type: ignore[no-untyped-call]
-            plan.ticket, plan.way, *plan.index, partial_CD
-        )
+        y_TD = bring_back(plan.ticket, plan.way, plan.index, partial_CD)
         plan.ticket = None
-        result: Tensor = y_TD
-        return result
+        return y_TD
 
     def _slots_of_rows(self, ids_CK: Tensor, num_rows: int) -> Tensor:
         """Slots whose experts are here, sorted by expert and, within one, by (source rank, token, k)."""
@@ -191,41 +178,3 @@ class CopyDispatcher(SpreadDispatcher):
 
     def _to_others(self, numbers: list[int]) -> int:
         return sum(numbers) - numbers[self.group.rank()]
-
-
-class _Spread(torch.autograd.Function):
-    """Tokens to copies, whose gradients are collected; both run on every rank of the group.
-
-    Autograd leaves out what no gradient flows to: a rank whose tokens need none, or that received no row and whose
-    experts therefore return a constant, would skip collectives the others wait in. The ticket always asks for a
-    gradient and passes through dispatch and combine, so both backwards run, combine's first.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, way: Way, num_index: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        index, tensors = tensors[:num_index], tensors[num_index:]
-        ctx.way = way
-        ctx.save_for_backward(*index)
-        return ticket.clone(), *(way.spread(x_TD, *index) for x_TD in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ticket: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        index = ctx.saved_tensors
-        collected = (ctx.way.collect(grad_CD, *index) for grad_CD in grads)
-        return grad_ticket, None, None, *(None for _ in index), *collected
-
-
-class _Collect(torch.autograd.Function):
-    """Results to tokens, whose gradients are spread: the transpose of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, ticket: Tensor, way: Way, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        *index, x_CD = tensors
-        ctx.way = way
-        ctx.save_for_backward(*index)
-        return ticket.clone(), way.collect(x_CD, *index)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ticket: Tensor, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        index = ctx.saved_tensors
-        return grad_ticket, None, *(None for _ in index), ctx.way.spread(grad_TD, *index)

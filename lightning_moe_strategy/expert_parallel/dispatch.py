@@ -8,14 +8,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_strategy._torch_compat import assert_later
-from lightning_moe_strategy.collectives import all_to_all_rows
+from lightning_moe_strategy.collectives import Transfer, all_to_all_rows, start_all_to_all_rows
 from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting as AssumedRouting
 from lightning_moe_strategy.expert_parallel.assumed_routing import assumed_counts
 from lightning_moe_strategy.expert_parallel.splits import (
@@ -27,7 +27,10 @@ from lightning_moe_strategy.expert_parallel.splits import (
     piece_bounds,
 )
 from lightning_moe_strategy.expert_parallel.splits import SplitMemory as SplitMemory
+from lightning_moe_strategy.expert_parallel.travel import Way, bring_back, send
 from lightning_moe_strategy.kernels.routing import Routing, gather_rows, sort_by_expert, sum_rows
+
+Chosen = TypeVar("Chosen")
 
 
 @dataclass(kw_only=True)
@@ -42,7 +45,7 @@ class Exchange:
     arrival_of_row_R: Tensor
     row_of_arrival_R1: Tensor
     ticket: Tensor | None = None
-    """An empty tensor that ties the exchanges of one forward together; see `_Exchange`."""
+    """An empty tensor that ties the exchanges of one forward together; see `send`."""
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,8 @@ class Plan:
     copied_from: tuple[Tensor, Tensor] | None = None
     """``(x_CD, copy_of_row_R)``: what the rows that `dispatch` returns are copies of, where that is to be kept for the
     backward pass in their place."""
+    rows_end_early: bool = False
+    """Whether rows may be fewer than there is memory for: those from ``offsets_L[-1]`` on are never filled."""
 
     @property
     def token_of_row_R(self) -> Tensor | None:
@@ -89,12 +94,18 @@ class EPDispatcher(Protocol):
         """The rows of each of ``num_pieces`` pieces of this rank's tokens; one host sync. Every rank calls it."""
         ...
 
-    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+    def once(self, choose: Callable[[], Chosen]) -> Chosen:
         """What ``choose`` returns, or what it has returned in the first pass, while a recompute runs."""
         ...
 
-    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """``rows_RD``, ``probs_R`` (FP32) and ``offsets_L`` (int32, end of each local expert's rows)."""
+    def dispatch(
+        self, x_TD: Tensor, probs_TK: Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``rows_RD``, ``probs_R`` (FP32) and ``offsets_L`` (int32, end of each local expert's rows).
+
+        ``meanwhile`` is called once: while tokens travel, where they do. It has work for this rank alone, and is only
+        given to a dispatcher whose signature names it.
+        """
         ...
 
     def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
@@ -121,10 +132,14 @@ class LocalDispatcher:
             join=lambda start, stop: Chunk(tokens=slice(bounds[start], bounds[stop]), splits=None),
         )
 
-    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+    def once(self, choose: Callable[[], Chosen]) -> Chosen:
         return choose()
 
-    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(
+        self, x_TD: Tensor, probs_TK: Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if meanwhile is not None:
+            meanwhile()
         rows_RD, probs_R1 = _sorted_by_expert(x_TD, probs_TK, plan.routing)
         plan.copied_from = x_TD, plan.routing.token_of_row_R
         return rows_RD, probs_R1.squeeze(1), plan.routing.offsets_E
@@ -178,15 +193,21 @@ class SpreadDispatcher:
         finally:
             self._memory = outer
 
-    def once(self, choose: Callable[[], list[Chunk]]) -> list[Chunk]:
+    def once(self, choose: Callable[[], Chosen]) -> Chosen:
         memory = self._memory
+        kept: list[Any] = [] if memory is None else memory.kept
         if memory is not None and memory.num_replayed is not None:
             memory.num_replayed += 1
-            return memory.kept[memory.num_replayed - 1]
-        chunks = choose()
-        if memory is not None:
-            memory.kept.append(chunks)
-        return chunks
+            replayed: Chosen = kept[memory.num_replayed - 1]
+            return replayed
+        chosen = choose()
+        kept.append(chosen)
+        return chosen
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a recompute of what runs now will be told what was chosen, or is."""
+        return self._memory is not None
 
     @property
     def _is_replaying(self) -> bool:
@@ -257,14 +278,13 @@ class RowDispatcher(SpreadDispatcher):
             num_received=[sum(from_rank) for from_rank in received],
         )
 
-    def dispatch(self, x_TD: Tensor, probs_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(
+        self, x_TD: Tensor, probs_TK: Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         exchange = plan.exchange
         assert exchange is not None
         rows_RD, probs_R1 = _sorted_by_expert(x_TD, probs_TK, plan.routing)
-        ticket = torch.zeros(0, device=x_TD.device, requires_grad=torch.is_grad_enabled())
-        exchange.ticket, rows_RD, probs_R1 = _Exchange.apply(  # type: ignore[no-untyped-call]
-            ticket, exchange.num_sent, exchange.num_received, self.group, rows_RD, probs_R1
-        )
+        exchange.ticket, (rows_RD, probs_R1) = send(self._way(exchange), (), (rows_RD, probs_R1), meanwhile)
         rows_RD, probs_R1 = (
             gather_rows(arrived, exchange.arrival_of_row_R, exchange.row_of_arrival_R1)
             for arrived in (rows_RD, probs_R1)
@@ -275,11 +295,27 @@ class RowDispatcher(SpreadDispatcher):
         exchange = plan.exchange
         assert exchange is not None and exchange.ticket is not None
         rows_RD = gather_rows(rows_RD, exchange.row_of_arrival_R1.squeeze(1), exchange.arrival_of_row_R.unsqueeze(1))
-        _, rows_RD = _Exchange.apply(  # type: ignore[no-untyped-call]
-            exchange.ticket, exchange.num_received, exchange.num_sent, self.group, rows_RD
-        )
+        rows_RD = bring_back(exchange.ticket, self._way(exchange), (), rows_RD)
         exchange.ticket = None
         return sum_rows(rows_RD, plan.routing.token_of_row_R, plan.routing.row_of_slot_TK)
+
+    def _way(self, exchange: Exchange) -> "RowWay":
+        return RowWay(exchange.num_sent, exchange.num_received, self.group)
+
+
+@dataclass(frozen=True)
+class RowWay(Way):
+    """Rows as they stand, so many to and from each rank."""
+
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+
+    def start_spread(self, x_TD: Tensor, *index: Tensor) -> Transfer:
+        return start_all_to_all_rows(x_TD, self.sent, self.received, self.group)
+
+    def start_collect(self, x_CD: Tensor, *index: Tensor) -> Transfer:
+        return start_all_to_all_rows(x_CD, self.received, self.sent, self.group)
 
 
 def _counts(routing: Routing) -> Tensor:
@@ -313,31 +349,3 @@ def _exchange_plan(received_PL: Tensor, num_sent: list[int], num_received: list[
         arrival_of_row_R=moved(shift_LP, count_by_row),
         row_of_arrival_R1=moved(-shift_LP.t(), count_by_arrival).unsqueeze(1),
     )
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-alls of several tensors in one order, whose backward runs on every rank of the group.
-
-    Autograd leaves out what no gradient flows to: a rank whose tokens need none, or that received no row and
-    whose experts therefore return a constant, would skip collectives the others wait in. The ticket always asks
-    for a gradient and passes through dispatch and combine, so both backwards run, combine's first.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ticket: Tensor,
-        num_sent: list[int],
-        num_received: list[int],
-        group: dist.ProcessGroup,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.num_sent, ctx.num_received, ctx.group = num_sent, num_received, group
-        received = (all_to_all_rows(tensor, num_sent, num_received, group) for tensor in tensors)
-        return ticket.clone(), *received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_ticket, *grads_of_tensors = grads
-        returned = (all_to_all_rows(grad, ctx.num_received, ctx.num_sent, ctx.group) for grad in grads_of_tensors)
-        return grad_ticket, None, None, None, *returned

@@ -35,6 +35,9 @@ RoutingObserver = Callable[[Tensor], None]
 _attached: WeakKeyDictionary[nn.Module, EPDispatcher] = WeakKeyDictionary()
 _observers: WeakKeyDictionary[nn.Module, list[RoutingObserver]] = WeakKeyDictionary()
 
+_BESIDE = "_runs_while_rows_travel"
+_ADDED = "_added_to_parameters"
+
 
 def find_experts(root: nn.Module) -> dict[str, nn.Module]:
     """Every experts module below ``root``, by name, in the order of the model."""
@@ -108,11 +111,11 @@ def attach(experts: nn.Module, dispatcher: EPDispatcher, chunking: Chunking | No
         run = _Run(self, dispatcher, local_math, tuple(local))
         tokens, parameters = (hidden_TD, expert_ids_TK, weights_TK), list(local.values())
         if chunking is None or chunking.is_off:
-            return run(None, *tokens, parameters)
+            return run(None, *tokens, parameters, _work_beside(self, dispatcher))
         bytes_per_row = bytes_of_row(hidden_TD.shape[1], parameters)
         chunks = chunking.choose(dispatcher, expert_ids_TK, bytes_per_row=bytes_per_row)
         if len(chunks) == 1:
-            return run(chunks[0].splits, *tokens, parameters)
+            return run(chunks[0].splits, *tokens, parameters, _work_beside(self, dispatcher))
         return run_in_chunks(run, chunks, tokens, parameters)
 
     def undo() -> None:
@@ -132,12 +135,36 @@ def dispatcher_of(experts: nn.Module) -> EPDispatcher | None:
     return _attached.get(experts)
 
 
+def run_beside(experts: nn.Module, work: Callable[[EPDispatcher], Callable[[], object] | None]) -> None:
+    """Ask ``work(dispatcher)``, once a forward of an attached module, for something to be run while its rows travel.
+
+    None is nothing. A forward in several chunks, which records no graph, does not ask.
+    """
+    experts.__dict__[_BESIDE] = work  # of the instance, so that a deep copy of the model asks its own
+
+
+def _work_beside(experts: nn.Module, dispatcher: EPDispatcher) -> Callable[[], object] | None:
+    work = experts.__dict__.get(_BESIDE)
+    return None if work is None else work(dispatcher)
+
+
 def routing_observers(experts: nn.Module) -> list[RoutingObserver]:
     """The functions called with ``expert_ids_TK`` once per forward of an attached module; append to the list.
 
     A forward that activation recompute runs again is not a new one, and is not observed.
     """
     return _observers.setdefault(experts, [])
+
+
+@contextmanager
+def adds_to_parameter(experts: nn.Module, name: str, add: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Forwards inside compute with ``add(local)`` for this rank's part of one parameter, [L, ...]."""
+    added = experts.__dict__.setdefault(_ADDED, {})
+    added[name] = add
+    try:
+        yield
+    finally:
+        del added[name]
 
 
 def _observe(experts: nn.Module, expert_ids_TK: Tensor) -> None:
@@ -161,15 +188,19 @@ class _Run:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         parameters: Sequence[Tensor],
+        meanwhile: Callable[[], object] | None = None,
     ) -> Tensor:
         plan = self.dispatcher.plan(expert_ids_TK, splits)
-        rows_RD, probs_R, offsets_L = self.dispatcher.dispatch(hidden_TD, weights_TK, plan)
+        # A dispatcher of a user need not know of it.
+        options = {} if meanwhile is None else {"meanwhile": meanwhile}
+        rows_RD, probs_R, offsets_L = self.dispatcher.dispatch(hidden_TD, weights_TK, plan, **options)
         rows = LocalRows(
             rows_RD=rows_RD,
             probs_R=probs_R,
             offsets_L=offsets_L,
             weights_dtype=weights_TK.dtype,
             gathered_from=plan.copied_from,
+            end_early=plan.rows_end_early,
         )
         local = dict(zip(self.names, plan.weights_of_rows(parameters), strict=True))
         with _only_local_experts(self.experts, local, offsets_L.shape[0]):
@@ -188,7 +219,7 @@ def _local_parameters(experts: nn.Module, num_local_experts: int) -> dict[str, T
                 f"of {num_local_experts} (num_experts={_num_experts(experts)}): spread it over ep, as a DTensor "
                 "sharded on dim 0, before the first forward."
             )
-    return local
+    return local | {name: add(local[name]) for name, add in experts.__dict__.get(_ADDED, {}).items()}
 
 
 @contextmanager

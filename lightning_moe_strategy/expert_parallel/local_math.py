@@ -27,10 +27,14 @@ class LocalRows:
     gathered_from: tuple[Tensor, Tensor] | None = None
     """``(x_TD, token_of_row_R)`` where the rows are copies of tokens that are kept in their place."""
 
+    end_early: bool = False
+    """Whether rows from ``offsets_L[-1]`` on, if there are any, hold anything, and nobody reads their results."""
+
     @property
     def expert_of_row_R(self) -> Tensor:
         positions_R = torch.arange(self.rows_RD.shape[0], dtype=torch.int32, device=self.rows_RD.device)
-        return torch.searchsorted(self.offsets_L, positions_R, right=True)
+        expert_of_row_R = torch.searchsorted(self.offsets_L, positions_R, right=True)
+        return expert_of_row_R.clamp_(max=self.offsets_L.shape[0] - 1) if self.end_early else expert_of_row_R
 
 
 # Quantized experts keep their own math.
@@ -118,6 +122,13 @@ def _as_top_1(forward: Callable[..., Tensor], rows: LocalRows) -> Tensor:
     """Rows as tokens that each chose one expert."""
     rows_RD, ids_R1 = rows.rows_RD, rows.expert_of_row_R.unsqueeze(1)
     probs_R1 = rows.probs_R.to(rows.weights_dtype).unsqueeze(1)
+    if rows.end_early and rows_RD.shape[0]:
+        # It computes all rows, and what memory happens to hold would reach the gradients of its parameters: zeros in,
+        # and zeros for gradients of their results.
+        positions_R1 = torch.arange(rows_RD.shape[0], dtype=torch.int32, device=rows_RD.device).unsqueeze(1)
+        is_empty_R1 = positions_R1 >= rows.offsets_L[-1]
+        rows_RD, probs_R1 = (x.masked_fill(is_empty_R1, 0) for x in (rows_RD, probs_R1))
+        return forward(rows_RD, ids_R1, probs_R1).masked_fill(is_empty_R1, 0)
     if rows_RD.shape[0]:
         return forward(rows_RD, ids_R1, probs_R1)
     # A rank without rows runs one row of zeros and drops it: its parameters get a gradient of zeros, not

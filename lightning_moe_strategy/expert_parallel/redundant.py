@@ -1,14 +1,16 @@
 """Bring rows to experts so that every rank of ep computes as many, however skewed the routing.
 
 What a rank has too much of goes to others, and the weights of its experts with it: see `plan_redundancy`. A row's
-arithmetic is the same wherever it is computed. Of a weight's gradient, every rank has the part of its own rows; they
-are added at the expert's home in FP32, ranks ascending, and rounded once.
+arithmetic is the same wherever it is computed. Of a weight's gradient, every rank has the part of its own rows; these
+travel in FP32, are added at the expert's home, ranks ascending, and rounded once, or not at all where the parameter
+takes FP32 (moved_weights.py).
 
 Shapes: T tokens of this rank, K experts per token, D hidden size, E experts in all, L experts of this rank, P ranks of
 the ep group, R rows this rank computes, X experts it computes beside its own, S segments of the plan.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,53 +18,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_moe_strategy._torch_compat import assert_later, in_backward, in_checkpointed_region
-from lightning_moe_strategy.collectives import all_gather_along_dim0, all_to_all_rows
+from lightning_moe_strategy.collectives import all_gather_along_dim0
 from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting, assumed_counts_of_all
 from lightning_moe_strategy.expert_parallel.dispatch import Plan, RowDispatcher, _counts, _exchange_plan
+from lightning_moe_strategy.expert_parallel.moved_weights import (
+    ExpertMove,
+    MovedWeights,
+    begin_in_backward,
+    extend,
+    free_until_backward,
+)
 from lightning_moe_strategy.expert_parallel.redundancy import RedundancyPlan, plan_redundancy
 from lightning_moe_strategy.expert_parallel.splits import Chunk, Splits
 from lightning_moe_strategy.kernels.routing import Routing, sort_by_expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertMove:
-    """Whose weights go where in one layer and micro-batch. At least one moves between some two ranks."""
-
-    group: dist.ProcessGroup
-    sent: list[int]
-    """Of this rank's experts those that are sent, receiver by receiver."""
-    num_sent: list[int]
-    """How many of them each rank gets."""
-    num_received: list[int]
-    """How many each rank sends this one."""
-
-    @property
-    def num_extra(self) -> int:
-        """X."""
-        return sum(self.num_received)
-
-    def fetch(self, own: Tensor) -> Tensor:
-        """Weights of the X experts computed here beside ``own`` [L, ...]."""
-        sent = torch.cat([own[:0], *(own[expert : expert + 1] for expert in self.sent)])
-        return all_to_all_rows(sent, self.num_sent, self.num_received, self.group)
-
-    def add_at_home(self, grad: Tensor) -> Tensor:
-        """From gradients of all L + X experts computed here to the whole ones of this rank's own."""
-        num_own = grad.shape[0] - self.num_extra
-        returned = all_to_all_rows(grad[num_own:], self.num_received, self.num_sent, self.group)
-        if not self.sent:
-            return grad[:num_own]
-        whole = grad[:num_own].clone()
-        for expert in set(self.sent):
-            total = whole[expert].to(torch.promote_types(grad.dtype, torch.float32))
-            for part, sent in zip(returned, self.sent, strict=True):
-                if sent == expert:
-                    total += part
-            whole[expert] = total
-        return whole
+from lightning_moe_strategy.plan.tensor_parallel import degrees_of, grouped_loads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,40 +54,33 @@ class RedundantSplits(Splits):
 class RedundantPlan(Plan):
     """A plan under which this rank computes rows of its own experts and of X others."""
 
-    move: ExpertMove
+    weights: MovedWeights
     fetches_again: bool = False
     """In the backward pass: the same on all ranks."""
     parameters: list[Tensor] = field(default_factory=list)
-    extended: list[Tensor] = field(default_factory=list)
-    """What the experts' module is shown, where it is freed and filled again; none where X is 0."""
 
     def weights_of_rows(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         exchange = self.exchange
         assert exchange is not None and exchange.ticket is not None
-        ticket_and_extended: tuple[Tensor, ...] = _Extend.apply(  # type: ignore[no-untyped-call]
-            exchange.ticket, self.move, self.extended, *parameters
-        )
-        exchange.ticket, *extended = ticket_and_extended
+        exchange.ticket, extended = extend(exchange.ticket, self.weights, parameters)
         # What a recompute drops needs no freeing, and what it makes again is read by the backward that follows at once.
         is_computed_again = in_checkpointed_region() or in_backward()
         if torch.is_grad_enabled() and not is_computed_again:
             self.fetches_again = True
             self.parameters += parameters
-            if self.move.num_extra:
+            if self.weights.move.num_extra:
                 # Past autograd: filling them again must not look like a change of what it has saved.
-                self.extended += [tensor.data for tensor in extended]
+                self.weights.extended += [tensor.data for tensor in extended]
         return extended
 
-    def free_weights(self, rows_RD: Tensor) -> Tensor:
-        """``rows_RD``, whose backward fetches the weights again before that of the experts runs."""
+    def combined(self, combine: Callable[[Tensor], Tensor], rows_RD: Tensor) -> Tensor:
+        """What ``combine`` makes of these rows; weights are freed before, and fetched again in the backward pass."""
         if not self.fetches_again:
-            return rows_RD
+            return combine(rows_RD)
         exchange = self.exchange
-        assert exchange is not None
-        exchange.ticket, rows_RD = _FetchAgain.apply(  # type: ignore[no-untyped-call]
-            exchange.ticket, rows_RD, self.move, self.extended, *self.parameters
-        )
-        return rows_RD
+        assert exchange is not None and exchange.ticket is not None
+        exchange.ticket, rows_RD = free_until_backward(exchange.ticket, rows_RD, self.weights, self.parameters)
+        return begin_in_backward(combine(rows_RD), self.weights, self.parameters)
 
 
 @dataclass(kw_only=True)
@@ -126,6 +92,10 @@ class Tally:
     """Of a rank."""
     busiest_before: int = 0
     """Rows of the home that has most."""
+    busiest_etp2: float = 0.0
+    """The same if every two neighbours shared their experts (plan/tensor_parallel.py)."""
+    busiest_etp4: float = 0.0
+    busiest_etp8: float = 0.0
     busiest_after: int = 0
     """Rows of the rank that computes most."""
     moved_rows: int = 0
@@ -137,6 +107,9 @@ class Tally:
         self.num_plans += 1
         self.mean_rows += sum(plan.rows_after) / len(plan.rows_after)
         self.busiest_before += max(plan.rows_before)
+        for etp in degrees_of(len(plan.rows_before)):
+            name = f"busiest_etp{etp}"
+            setattr(self, name, getattr(self, name) + max(grouped_loads(plan.rows_before, etp)))
         self.busiest_after += max(plan.rows_after)
         self.moved_rows += plan.num_moved_rows
         self.moved_experts += plan.num_moved_experts
@@ -145,12 +118,14 @@ class Tally:
 class RedundantDispatcher(RowDispatcher):
     """An all-to-all after which every rank computes as many rows: T * K, where all have as many tokens.
 
-    The ranks gather the counts of all, one host sync, and plan alike. Where an expert moves, its weights follow its
-    rows in one all-to-all per parameter, forward and, freed in between, again backward; gradients go the way back.
-    Every rank runs the same collectives, whatever its data.
+    The ranks gather the counts of all, one host sync, and plan alike. Where an expert moves, its weights travel in one
+    all-to-all per parameter, forward and, freed in between, again backward; gradients go the way back. Every rank runs
+    the same collectives, whatever its data.
 
     Args:
         max_imbalance: rows of the busiest rank over the mean, up to which nothing moves; see `plan_redundancy`.
+        experts: the module whose rows these are. Its weights are then on their way before the rows, and travel while
+            these are made ready and others compute; without it they follow the rows.
     """
 
     def __init__(
@@ -160,9 +135,12 @@ class RedundantDispatcher(RowDispatcher):
         assumed_routing: AssumedRouting | None = None,
         *,
         max_imbalance: float = 1.0,
+        experts: nn.Module | None = None,
     ) -> None:
         super().__init__(num_experts, group, assumed_routing)
         self.max_imbalance = max_imbalance
+        # Weak: what keeps dispatchers by module would else keep the module.
+        self._experts = None if experts is None else weakref.ref(experts)
         self.tally = Tally()
 
     def plan(self, expert_ids_TK: Tensor, splits: Splits | None = None) -> Plan:
@@ -186,10 +164,31 @@ class RedundantDispatcher(RowDispatcher):
         place_R = splits.place_S.repeat_interleave(splits.rows_S, output_size=expert_ids_TK.numel())
         routing = sort_by_expert(place_R[routing.row_of_slot_TK], 2 * self.num_experts)
         exchange.offsets_L = exchange.offsets_L[: self.num_local_experts + splits.move.num_extra]
-        return RedundantPlan(routing=routing, exchange=exchange, move=splits.move)
+        return RedundantPlan(routing=routing, exchange=exchange, weights=MovedWeights(splits.move))
+
+    def dispatch(
+        self, x_TD: Tensor, probs_TK: Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(plan, RedundantPlan):
+            plan.weights.begin(self._weights())
+        return super().dispatch(x_TD, probs_TK, plan, meanwhile)
 
     def combine(self, rows_RD: Tensor, plan: Plan) -> Tensor:
-        return super().combine(plan.free_weights(rows_RD) if isinstance(plan, RedundantPlan) else rows_RD, plan)
+        if not isinstance(plan, RedundantPlan):
+            return super().combine(rows_RD, plan)
+        return plan.combined(lambda rows_RD: super(RedundantDispatcher, self).combine(rows_RD, plan), rows_RD)
+
+    def _weights(self) -> list[Tensor]:
+        """This rank's parameters of the experts as they are gathered; none where they are not known, or not there."""
+        experts = None if self._experts is None else self._experts()
+        if experts is None:
+            return []
+        with torch.no_grad():
+            local = [
+                p.to_local() if isinstance(p, DTensor) else p for p in experts._parameters.values() if p is not None
+            ]
+        is_here = all(len(p) == self.num_local_experts and p.untyped_storage().nbytes() for p in local)
+        return local if is_here else []
 
     def _agree_on_splits(self, routing: Routing) -> RedundantSplits:
         sent_E, (num_tokens, top_k) = _counts(routing), routing.row_of_slot_TK.shape
@@ -252,61 +251,3 @@ class RedundantDispatcher(RowDispatcher):
             num_sent=[homes_of_rank.count(rank) for homes_of_rank in homes],
             num_received=[homes[rank].count(home) for home in range(self.num_ranks)],
         )
-
-
-class _Extend(torch.autograd.Function):
-    """Parameters of the L experts of this rank, followed by those of the X it is sent.
-
-    The ticket is that of the dispatch: every rank's backward runs, after that of the combine and before that of
-    the dispatch.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, ticket: Tensor, move: ExpertMove, to_free: list[Tensor], *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.move, ctx.to_free = move, to_free
-        fetched = [(own, move.fetch(own)) for own in parameters]
-        return ticket.clone(), *(torch.cat([own, x]) if len(x) else own.view_as(own) for own, x in fetched)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ticket: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _free(ctx.to_free)
-        # Whether a parameter is trained is the same on all ranks.
-        needs_grad = ctx.needs_input_grad[3:]
-        whole = (ctx.move.add_at_home(grad) if needs else None for grad, needs in zip(grads, needs_grad, strict=True))
-        return grad_ticket, None, None, *whole
-
-
-class _FetchAgain(torch.autograd.Function):
-    """Frees extended parameters once the experts have run, and fills them again in the backward pass.
-
-    The experts' own operations have saved them. FSDP frees and fills what it gathers in the same way; kept, every
-    layer would hold a whole copy of its experts until its backward pass.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, ticket: Tensor, rows_RD: Tensor, move: ExpertMove, extended: list[Tensor], *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.move, ctx.extended = move, extended
-        ctx.save_for_backward(*parameters)
-        _free(extended)
-        return ticket.clone(), rows_RD.view_as(rows_RD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_ticket: Tensor, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        parameters = ctx.saved_tensors  # once: torch's checkpoint gives each only once
-        for index, own in enumerate(parameters):
-            others = ctx.move.fetch(own)
-            if ctx.extended:
-                tensor = ctx.extended[index]
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                tensor[: len(own)].copy_(own)
-                tensor[len(own) :].copy_(others)
-        return grad_ticket, grad_RD, None, None, *(None for _ in parameters)
-
-
-def _free(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(0)

@@ -9,6 +9,7 @@ from lightning_moe_strategy.expert_parallel.all_gather import AllGatherDispatche
 from lightning_moe_strategy.expert_parallel.all_to_all import AllToAllDispatcher
 from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting
 from lightning_moe_strategy.expert_parallel.dispatch import EPDispatcher, LocalDispatcher
+from lightning_moe_strategy.expert_parallel.one_sided import OneSidedDispatcher
 
 
 class DispatcherFactory(Protocol):
@@ -21,12 +22,15 @@ class DispatcherFactory(Protocol):
         ...
 
 
-_OWN: Mapping[str, DispatcherFactory] = {"all_to_all": AllToAllDispatcher, "all_gather": AllGatherDispatcher}
+_OWN: Mapping[str, DispatcherFactory] = {
+    "all_to_all": AllToAllDispatcher,
+    "all_gather": AllGatherDispatcher,
+    "symm_mem": OneSidedDispatcher,
+}
 _NEEDS_NO_NAME = ("auto", "local")
 _REFUSED = {
     "deepep": "it needs GPUs on NVLink and a library of its own, and has not been tested here on such hardware",
     "moonep": "it needs GPUs on NVLink and a library of its own, and has not been tested here on such hardware",
-    "symm_mem": "it writes into the memory of other GPUs, which no test without such hardware can vouch for",
 }
 _registered: dict[str, DispatcherFactory] = {}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_moe_strategy.models.moe import Router
-from lightning_moe_strategy.units import find_routers
+from lightning_moe_strategy.units import find_routers, sparse_layer_of
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -20,7 +20,7 @@ def routed_layers(root: nn.Module, experts: Mapping[str, nn.Module]) -> list[tup
     routers = find_routers(root, experts)
     layers, without = [], []
     for name in experts:
-        parent = name.rpartition(".")[0]
+        parent = sparse_layer_of(name)
         own = [path for path in routers if path.rpartition(".")[0] == parent]
         # A linear layer alone says nothing of what is chosen from its logits, and how.
         own = [path for path in own if type(routers[path]).forward is not nn.Linear.forward]

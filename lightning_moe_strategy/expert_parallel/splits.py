@@ -25,10 +25,11 @@ class Splits:
     """How many rows of some tokens go where: what a dispatch needs to know, and the host waits for."""
 
     sent_E: Tensor
-    received_PL: Tensor
-    num_sent: list[int]
+    received_PL: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    """Empty, as are the lists, where no collective wants to know: see one_sided.py."""
+    num_sent: list[int] = field(default_factory=list)
     """Rows to each rank of the group."""
-    num_received: list[int]
+    num_received: list[int] = field(default_factory=list)
     """Rows from each rank of the group."""
     copies_sent: list[int] = field(default_factory=list)
     """Copies of tokens to each rank of the group; empty where every row travels by itself."""
@@ -44,7 +45,7 @@ class Chunk:
 
     tokens: slice
     splits: Splits | None
-    """None where every expert is on this rank."""
+    """None where there is nothing to agree on, or the dispatcher's plan does it."""
 
 
 @dataclass
@@ -77,6 +78,15 @@ class Pieces:
     """Tokens of the rank that has most."""
     join: Callable[[int, int], Chunk]
     """Pieces ``start`` to ``stop - 1`` as one chunk."""
+
+
+@runtime_checkable
+class BoundsPieces(Protocol):
+    """A dispatcher that can provide for the most that pieces can bring, and then needs no count on the host."""
+
+    def bound(self, expert_ids_TK: Tensor, num_pieces: int) -> Pieces:
+        """The most rows of each of ``num_pieces`` pieces; each is a chunk of its own. Every rank calls it."""
+        ...
 
 
 def piece_bounds(num_tokens: int, num_pieces: int) -> list[int]:
@@ -115,7 +125,7 @@ def agree_on_pieces(
     num_kinds = 2 if copies_PG is None else 4
     num_sent, num_received, *copies = (on_host[size * kind : size * (kind + 1)] for kind in range(num_kinds))
     most = on_host[size * num_kinds :]
-    _check_ids(sum(num_sent), expert_ids_TK.numel(), num_experts)
+    check_ids(sum(num_sent), expert_ids_TK.numel(), num_experts)
 
     def join(start: int, stop: int) -> Chunk:
         def of_ranks(numbers: list[int]) -> list[int]:
@@ -231,7 +241,8 @@ def _busiest(received_PGL: Tensor, num_tokens: int, group: dist.ProcessGroup) ->
     return most
 
 
-def _check_ids(num_sent: int, num_ids: int, num_experts: int) -> None:
+def check_ids(num_sent: int, num_ids: int, num_experts: int) -> None:
+    """ValueError where fewer rows are sent than there are ids."""
     if num_sent != num_ids:
         raise ValueError(
             f"{num_ids - num_sent} of {num_ids} expert ids are not below num_experts({num_experts}): "

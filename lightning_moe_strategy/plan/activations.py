@@ -8,7 +8,7 @@ K experts per token, S tokens of the whole sequences of a cp group.
 import math
 
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
-from lightning_moe_strategy.plan.model import ModelShape
+from lightning_moe_strategy.plan.model import ModelShape, shared_parameters
 from lightning_moe_strategy.plan.workload import BF16, FP32, INT32, INT64, Workload
 
 NORM = FP32 + BF16 + BF16
@@ -157,8 +157,9 @@ def _score_gradient(workload: Workload, side: DenseSide) -> float:
 
 
 def attention_output(shape: ModelShape) -> float:
-    """What ``selective`` recompute keeps of a layer beside its input."""
-    return (BF16 * shape.value_head_dim + FP32) * shape.heads
+    """What ``selective`` recompute keeps of a softmax layer beside its input: the output as the kernel returns it, in
+    sparse attention of latents, and the log-sum-exp."""
+    return (BF16 * (shape.kv_lora if shape.is_sparse else shape.value_head_dim) + FP32) * shape.heads
 
 
 def kept_beside_experts(shape: ModelShape) -> float:
@@ -184,6 +185,32 @@ def kept_by_shared_experts(shape: ModelShape) -> float:
     if not shape.shared_intermediate:
         return 0.0
     return BF16 * shape.hidden + 4 * BF16 * shape.shared_intermediate
+
+
+def runs_shared_experts_ahead(workload: Workload, side: ExpertSide, tokens: int) -> bool:
+    """Whether they run while tokens travel (expert_parallel/shared_expert.py): where a block calls them after the
+    others, and not first, as those with a gate do."""
+    shape = workload.model
+    is_after = shape.shared_intermediate > 0 and not shape.shared_gate
+    return is_after and side.ep > 1 and workload.num_chunks(side, tokens) == 1
+
+
+def early_result(workload: Workload, side: ExpertSide, tokens: int) -> float:
+    """What shared experts that run ahead have made of a GPU's tokens, while the others run forward."""
+    return tokens * BF16 * workload.model.hidden * runs_shared_experts_ahead(workload, side, tokens)
+
+
+def of_early_run(workload: Workload, side: ExpertSide, tokens: int) -> dict[str, float]:
+    """While experts run backward, what there is more of shared experts that ran ahead of them than of some that ran
+    after: what they keep, and no gradient yet of their input and weights."""
+    shape = workload.model
+    if not runs_shared_experts_ahead(workload, side, tokens):
+        return {}
+    kept = kept_by_shared_experts(shape) if workload.recompute != "none" else 0.0
+    return {
+        "recompute_backward": tokens * (kept - BF16 * shape.hidden),
+        "dense_units": -BF16 * shared_parameters(shape),
+    }
 
 
 def kept_by_moe(shape: ModelShape) -> float:
@@ -245,6 +272,8 @@ def _computed_and_returned(workload: Workload, side: ExpertSide, tokens: int) ->
         computed += rows * kept_by_expert_row(shape)  # else it is counted among what is kept
     # Results as computed; their sums by token; and those of this rank's tokens as they arrive.
     copies = workload.received_copies_per_token(side) + workload.sent_copies_per_token(side)
+    if workload.dispatcher == "symm_mem":
+        copies = 0  # they are summed into its buffers
     return computed, BF16 * shape.hidden * (rows if side.ep == 1 else rows + tokens * copies)
 
 
@@ -254,15 +283,21 @@ def swiglu_temporaries(shape: ModelShape, rows: float) -> float:
 
 
 def exchange_buffers(workload: Workload, experts: ExpertSide) -> float:
-    """Static buffers of the dispatcher, per token of a rank.
+    """Buffers of the dispatcher that all layers share, per token of a rank.
 
-    all_to_all and all_gather: none, copies arrive in tensors of their own. symm_mem: room for one copy of every rank's
-    tokens with the (expert, probability) pairs, twice, so that a layer may send before the last one has read.
+    all_to_all and all_gather: none, copies arrive in tensors of their own. symm_mem: two, so that a rank may send
+    before another has read, each with room for one exchange (expert_parallel/one_sided_way.py): copies with the
+    probabilities of their tokens, or, for each rank that a token goes to, a result with gradients of its probabilities.
+    A number of chunks makes room for a copy of every rank's tokens; adaptive ones bring about what even routing does.
     """
-    shape = workload.model
-    if workload.dispatcher == "symm_mem":
-        return 2 * experts.ep * (BF16 * shape.hidden + 2 * FP32 * shape.top_k)
-    return 0.0
+    if workload.dispatcher != "symm_mem" or experts.ep == 1:
+        return 0.0
+    shape, chunks = workload.model, workload.ep_chunks
+    copies = experts.ep if isinstance(chunks, int) else workload.received_copies_per_token(experts)
+    if chunks == "adaptive":
+        copies = workload.sent_copies_per_token(experts)
+    share = 1 / chunks if isinstance(chunks, int) else 1.0
+    return 2 * share * max(copies, min(shape.top_k, experts.ep)) * (BF16 * shape.hidden + FP32 * shape.top_k)
 
 
 def gathered_kv_bytes(shape: ModelShape) -> float:

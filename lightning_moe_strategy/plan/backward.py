@@ -19,7 +19,7 @@ def during_experts(workload: Workload, side: DenseSide) -> dict[str, float]:
     per_token: float = BF16 * shape.hidden * (2 if shape.shared_intermediate else 1)
     if workload.recompute == "none":
         return {"recompute_backward": tokens * per_token, "gathered_kv": 0.0}
-    per_token += act.kept_by_attention(workload, side) + act.kept_beside_experts(shape)
+    per_token += _made_by_attention(workload, side) + act.kept_beside_experts(shape)
     return {
         "recompute_backward": tokens * per_token,
         "gathered_kv": workload.tokens_per_cp_group * act.held_kv_bytes(workload, side),
@@ -44,7 +44,7 @@ def during_norm(buckets: Buckets, weights: DenseWeights, workload: Workload, lay
         per_token, held = per_token - FP32 * shape.hidden, 0.0
         done = _kept_by_mlp(shape, layer) - FP32 * shape.hidden
     else:
-        per_token += act.kept_by_attention(workload, side)
+        per_token += _made_by_attention(workload, side)
     running = {"recompute_backward": tokens * per_token, "gathered_kv": whole * held}
     return _with({**buckets, **weights.during_norm(layer), **running}, saved_activations=-tokens * done)
 
@@ -56,7 +56,7 @@ def during_attention(buckets: Buckets, weights: DenseWeights, workload: Workload
     """
     shape, side = workload.model, weights.side
     tokens, whole = workload.tokens_per_gpu(side), workload.tokens_per_cp_group
-    kept, done = act.kept_by_attention(workload, side), 0.0
+    kept, done = _made_by_attention(workload, side), 0.0
     held = act.held_kv_bytes(workload, side) + act.kv_gradient_bytes(workload, side)
     added = act.added_by_attention_backward(workload, side)
     queries = shape.heads * shape.qk_head_dim if shape.qk_norm else 0
@@ -76,6 +76,12 @@ def during_attention(buckets: Buckets, weights: DenseWeights, workload: Workload
         "gathered_kv": 0.0 if is_after else whole * held,
     }
     return _with({**buckets, **weights.during_attention(layer), **layer_bytes}, saved_activations=-tokens * done)
+
+
+def _made_by_attention(workload: Workload, side: DenseSide) -> float:
+    """Norm and attention of one layer, but for what ``selective`` keeps of it anyway."""
+    is_kept = workload.recompute == "selective" and workload.model.softmax_layers > 0
+    return act.kept_by_attention(workload, side) - (act.attention_output(workload.model) if is_kept else 0.0)
 
 
 def _kept_by_mlp(shape: ModelShape, layer: int) -> float:

@@ -168,11 +168,13 @@ class Exact:
         """See ``Arithmetic``."""
         work = self.workload
         transfers = traffic.expert_transfers(work, side, tokens, self._domain)
+        one_way = traffic.sent_tokens(work, side, tokens, self._domain)
+        behind_shared = time.behind_shared_experts(work, side, tokens, one_way)
         return ExpertPrice(
             side=side,
             moments=memory.expert_moments(work, side, tokens),
             transfers=transfers,
-            links=time.link_seconds(transfers, work.cluster, moe_layer=True),
+            links=time.link_seconds(transfers, work.cluster, moe_layer=True) + LinkSeconds(critical=-behind_shared),
             step_seconds=time.step_link_seconds(transfers, work.cluster),
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_moe_strategy.plan import activations as act
 from lightning_moe_strategy.plan import backward
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
+from lightning_moe_strategy.plan.redundancy import with_moved_weights
 from lightning_moe_strategy.plan.weights import Buckets, DenseWeights, ExpertWeights
 from lightning_moe_strategy.plan.workload import BF16, FP32, INT32, Workload
 
@@ -157,10 +158,10 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
     return {
         "experts in the forward": {
             **at(layers=max(one_layer, 1 - one_layer), gradients=1),
-            "expert_units": weights.in_forward(is_last=is_only),
-            "expert_rows": act.forward_rows(workload, side, tokens),
+            **_experts_in_forward(workload, weights, tokens, is_last=is_only),
             "recompute_backward": _results_of_chunks(workload, side, tokens)
-            + act.forward_results(workload, side, tokens),
+            + act.forward_results(workload, side, tokens)
+            + act.early_result(workload, side, tokens),
         },
         "head in the forward": at(layers=1, gradients=1),
         "head and loss": at(layers=1, gradients=0),
@@ -222,18 +223,20 @@ def saved_between_passes(workload: Workload, side: DenseSide, num_layers: int | 
         kept = {"block_inputs": 0.0, "router_state": 0.0, "saved_activations": tokens * (per_layer * layers + mlps)}
         return saved | kept
     if workload.recompute == "selective":
-        saved["saved_activations"] = tokens * act.attention_output(shape) * layers
+        # Which layers are linear, whose attention is computed again, is not known here: an even share.
+        softmax_layers = math.ceil(shape.softmax_layers * layers / shape.layers)
+        saved["saved_activations"] = tokens * act.attention_output(shape) * softmax_layers
     return saved
 
 
 def saved_expert_rows(workload: Workload, side: ExpertSide, tokens: int) -> float:
     """Rows that every layer keeps for its backward without recompute. In chunks, the tokens alone.
 
-    With recompute: which slot each row is of, where rows come from other ranks.
+    With recompute: which slot each row is of, where copies of tokens come from other ranks.
     """
     shape = workload.model
     if workload.recompute != "none":
-        rows = tokens * workload.expert_rows_per_token(side)
+        rows = 0.0 if workload.moves_experts(side) else tokens * workload.expert_rows_per_token(side)
         return rows * INT32 * shape.moe_layers if side.ep > 1 else 0.0
     if workload.num_chunks(side, tokens) > 1:
         # Where there are shared experts, these keep them.
@@ -304,8 +307,7 @@ def _working_experts(workload: Workload, weights: ExpertWeights, tokens: int, *,
     buckets = expert_row_bytes(workload, side, tokens)
     units = weights.during_experts(is_first=is_first)
     activation = act.swiglu_temporaries(shape, rows)
-    # The rows' gradients; where tokens stood in for rows, these are there again.
-    product = rows * BF16 * shape.hidden * (2 if workload.keeps_copies(side, tokens) else 1)
+    product = rows * BF16 * shape.hidden  # the rows' gradients
     if product + weights.gradients > activation:
         units += weights.gradients
         buckets["expert_rows"] += product - activation
@@ -316,7 +318,16 @@ def _working_experts(workload: Workload, weights: ExpertWeights, tokens: int, *,
         units += FP32 * weights.parameters
         of_tokens = (2 if workload.recompute != "none" else 1) + 1 / num_chunks
         buckets["recompute_backward"] = tokens * (of_tokens * BF16 * shape.hidden + FP32 * shape.top_k)
-    return {"expert_units": units, **buckets}
+    gathered = weights.during_experts(is_first=is_first)
+    buckets |= act.of_early_run(workload, side, tokens)
+    buckets["expert_units"] = units
+    return with_moved_weights(workload, side, tokens, buckets, gathered=gathered, backward=True)
+
+
+def _experts_in_forward(workload: Workload, weights: ExpertWeights, tokens: int, *, is_last: bool) -> dict[str, float]:
+    gathered, rows = weights.in_forward(is_last=is_last), act.forward_rows(workload, weights.side, tokens)
+    buckets = {"expert_units": gathered, "expert_rows": rows}
+    return with_moved_weights(workload, weights.side, tokens, buckets, gathered=gathered, backward=False)
 
 
 def least_gpus(parameters: float, bytes_per_parameter: float, memory_bytes: float) -> int:

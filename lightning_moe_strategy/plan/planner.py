@@ -63,7 +63,8 @@ class PlanRequest:
     balance: Balance | None = None
     """Routing to provide memory for; time is that of even routing.
 
-    None: ``worst`` under the seed's assumptions, else ``balanced``.
+    ``redundant``: any, with ``balance="redundant"`` of the strategy: even rows, and weights of experts that move. None:
+    ``worst`` under the seed's assumptions, else ``balanced``.
     """
     ep_chunks: EPChunks = "none"
     """Parts of a layer's tokens that go through its experts one after the other, as the strategy's ``ep_chunks``.
@@ -260,6 +261,9 @@ def _check(request: PlanRequest) -> None:
             require(name, value, math.isfinite(value) and value > 0, "above 0", "Correct it or leave it out.")
     _check_chunks(request)
     kinds = {"recompute": Recompute, "dispatcher": Dispatcher, "optimizer": Optimizer, "assumptions": Assumptions}
+    if request.balance == "redundant":
+        rule = "left out where balance is redundant: every GPU computes as many rows, whatever the routing"
+        require("ep_chunks", request.ep_chunks, request.ep_chunks in ("none", 1), rule, "Leave it out.")
     if request.balance is not None:
         kinds["balance"] = Balance
     for name, kind in kinds.items():

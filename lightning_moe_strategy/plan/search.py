@@ -14,6 +14,9 @@ from lightning_moe_strategy.plan.workload import Workload
 EQUAL_SPEED = 0.01
 """Relative difference of speed below which the arithmetic does not tell two layouts apart."""
 
+ROOM = 0.1
+"""Share of the memory that a layout should leave: planned and simulated peaks differ by 1 %, uneven routing by more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
@@ -106,13 +109,15 @@ def ranked(arithmetic: Arithmetic, degrees: Degrees) -> tuple[Evaluation, ...]:
 def _rank(evaluation: Evaluation, fastest: float) -> tuple[float, ...]:
     """Smaller is better: what fits by speed, the rest by peak.
 
-    Speeds within ``EQUAL_SPEED`` of one another, counted from the fastest, are told apart by what they ask of RDMA
-    and then by their peak: overlap is never as perfect as the arithmetic has it.
+    Speeds within ``EQUAL_SPEED`` of one another, counted from the fastest, are told apart by whether they leave
+    ``ROOM`` of the memory, by what they ask of RDMA and then by their peak: neither routing nor overlap is ever as
+    even as the arithmetic has it.
     """
     if not evaluation.fits:
         return (1, 0, 0, evaluation.peak_bytes)
     lag = math.log(fastest / evaluation.times.tokens_per_second)
-    return (0, lag // EQUAL_SPEED, evaluation.rdma_bytes_per_token, evaluation.peak_bytes)
+    is_tight = evaluation.peak_bytes > (1 - ROOM) * evaluation.arithmetic.workload.cluster.memory_bytes
+    return (0, lag // EQUAL_SPEED, is_tight, evaluation.rdma_bytes_per_token, evaluation.peak_bytes)
 
 
 def best(arithmetic: Arithmetic, degrees: Degrees) -> Evaluation:

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 
 from lightning_moe_strategy.plan.errors import PlanError
 
+DEGREES = (2, 4, 8)
+"""Those that reports ask about."""
+
+
+def degrees_of(ep: int) -> list[int]:
+    """Of ``DEGREES`` those into which ``ep`` ranks can be grouped."""
+    return [etp for etp in DEGREES if ep % etp == 0]
+
 
 def skew(loads: Sequence[float]) -> float:
     """Largest load over the mean one; 1 is perfect balance."""
@@ -23,3 +31,12 @@ def grouped_loads(loads: Sequence[float], etp: int) -> list[float]:
 def traffic_factor(etp: int) -> int:
     """Dispatch and combine bytes compared with none: every token travels to ``etp`` GPUs."""
     return etp
+
+
+def price(etps: Sequence[int]) -> str:
+    """What the seed derives of each degree against its lower skew, as half a sentence."""
+    times = ", ".join(map(str, etps))
+    return (
+        f"{times} times the traffic of ep and the rows in memory, products as many times narrower, a reduce-scatter "
+        "and an all-reduce more to wait for in every layer"
+    )

@@ -6,9 +6,10 @@ The mean layer is taken for compute: layers with another MLP or another attentio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_moe_strategy.plan.activations import runs_shared_experts_ahead
 from lightning_moe_strategy.plan.cluster import Cluster
-from lightning_moe_strategy.plan.layout import DenseSide
-from lightning_moe_strategy.plan.model import ModelShape
+from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
+from lightning_moe_strategy.plan.model import ModelShape, shared_parameters
 from lightning_moe_strategy.plan.traffic import Transfer
 from lightning_moe_strategy.plan.workload import Workload
 
@@ -38,11 +39,13 @@ class LayerCompute:
     recomputes_attention: bool
     repeats_experts: bool
     """In chunks, whose forward runs once more in their backward pass."""
+    spared: float = 0.0
+    """Of ``linear``, what a recompute that keeps the attention's output leaves out: keys and values expanded in it."""
 
     @property
     def linear_step(self) -> float:
         """Linear FLOPs of a step: forward, backward twice, recompute. Seed: 4 GFLOP/token for GLM-5.2."""
-        return self.linear * (3 + self.recomputes_linear) + self.routed * self.repeats_experts
+        return self.linear * (3 + self.recomputes_linear) - self.spared + self.routed * self.repeats_experts
 
     @property
     def attention_ratio(self) -> float:
@@ -63,7 +66,7 @@ class LayerCompute:
 
     def backward_seconds(self, achieved: float) -> float:
         """Of one token, recompute included."""
-        linear = self.linear * (2 + self.recomputes_linear) + self.routed * self.repeats_experts
+        linear = self.linear * (2 + self.recomputes_linear) - self.spared + self.routed * self.repeats_experts
         attention = self.attention * (ATTENTION_BACKWARD + self.recomputes_attention) / self.attention_rate
         return (linear + attention) / achieved
 
@@ -80,6 +83,7 @@ def layer_compute(workload: Workload, side: DenseSide) -> LayerCompute:
         recomputes_linear=workload.recompute != "none",
         recomputes_attention=workload.recompute == "block",
         repeats_experts=workload.chunks_even_routing,
+        spared=2 * _expansion(shape) * side.cp if workload.recompute == "selective" and side.cp > 1 else 0.0,
     )
 
 
@@ -100,10 +104,14 @@ def model_flops_per_token(shape: ModelShape, context: int) -> float:
 
 def _repeated_parameters(shape: ModelShape, side: DenseSide) -> float:
     """Dense MLA: every GPU of a cp group expands keys and values of all its tokens, not of its own alone."""
+    return _expansion(shape) * (side.cp - 1)
+
+
+def _expansion(shape: ModelShape) -> float:
+    """Parameters that make keys and values of a latent, where that is done at all."""
     if shape.attention == "gqa" or shape.is_sparse:
         return 0.0
-    expand = shape.kv_lora * shape.heads * (shape.nope_head_dim + shape.v_head_dim)
-    return expand * (side.cp - 1)
+    return shape.kv_lora * shape.heads * (shape.nope_head_dim + shape.v_head_dim)
 
 
 def _attention_flops(shape: ModelShape, context: int) -> float:
@@ -162,6 +170,17 @@ def link_seconds(transfers: Iterable[Transfer], cluster: Cluster, *, moe_layer: 
         else:
             total += LinkSeconds(critical=forward + backward)
     return total
+
+
+def behind_shared_experts(workload: Workload, side: ExpertSide, tokens: int, one_way: Transfer) -> float:
+    """Seconds of one layer's dispatch that no GPU waits for: its shared experts run while tokens travel out, forward
+    and in a recompute, and while the gradients of these travel back, which is as much."""
+    if not runs_shared_experts_ahead(workload, side, tokens):
+        return 0.0
+    travels = transfer_seconds(one_way, workload.cluster)
+    forward = 2 * shared_parameters(workload.model) * tokens / workload.achieved_flops
+    runs = [forward] * (1 + (workload.recompute != "none")) + [2 * forward]
+    return sum(min(travels, seconds) for seconds in runs)
 
 
 def step_link_seconds(transfers: Iterable[Transfer], cluster: Cluster) -> float:

@@ -132,6 +132,19 @@ def _dispatched_rows(workload: Workload, side: ExpertSide, tokens: int, ranks_pe
     )
 
 
+def sent_tokens(workload: Workload, side: ExpertSide, tokens: int, ranks_per_domain: int) -> Transfer:
+    """Of those, copies of tokens and their probabilities on their way out, once."""
+    shape, ranks = workload.model, group(side.ep, 1, ranks_per_domain)
+    size = tokens * workload.sent_copies_per_token(side) * (BF16 * shape.hidden + FP32 * shape.top_k)
+    return Transfer(
+        axis="ep",
+        forward_rdma=size * ranks.rdma_share,
+        forward_nvlink=size * ranks.nvlink_share,
+        hideable=True,
+        only_moe_layers=True,
+    )
+
+
 def _all_reduced(axis: str, parameters: float, group: Group) -> Transfer:
     """FP32 gradients of one GPU's shards, summed over the replicas once per step."""
     return Transfer(

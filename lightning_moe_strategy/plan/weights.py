@@ -120,20 +120,16 @@ class ExpertWeights:
         return BF16 * self.parameters + self.gathered_ahead(is_first=is_first)
 
     def during_reduction(self, *, is_first: bool) -> Buckets:
-        """Gradients as the products left them and in FP32; the weights are freed before.
-
-        A reduction over one rank makes two FP32 copies, and the second is the gradient.
-        """
-        is_alone = self.side.e_fsdp == 1
+        """Gradients as the products left them and as they are reduced, both FP32; the weights are freed before."""
         return {
             "expert_units": self.gathered_ahead(is_first=is_first),
-            "reduce_scatter_input": (2 * FP32 if is_alone else BF16 + FP32) * self.parameters,
+            "reduce_scatter_input": 2 * FP32 * self.parameters,
         }
 
     @property
     def gradients(self) -> float:
-        """As the products leave them."""
-        return BF16 * self.parameters
+        """As the products leave them: never rounded."""
+        return FP32 * self.parameters
 
     def gathered_ahead(self, *, is_first: bool) -> float:
         """Of the layer before, where it has experts and more than one rank holds them."""

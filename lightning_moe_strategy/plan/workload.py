@@ -10,7 +10,7 @@ from lightning_moe_strategy.plan.model import ModelShape
 
 Recompute = Literal["block", "selective", "none"]
 Dispatcher = Literal["all_to_all", "all_gather", "symm_mem"]
-Balance = Literal["balanced", "worst"]
+Balance = Literal["balanced", "worst", "redundant"]
 EPChunks = int | Literal["none", "adaptive"]
 Optimizer = Literal["adamw", "muon"]
 Assumptions = Literal["exact", "seed"]
@@ -50,6 +50,8 @@ class Workload:
     fa4_token_chunk: int | None = None
     ep_chunks: EPChunks = "none"
     ep_chunk_bytes: int | None = None
+    max_imbalance: float = 1.0
+    """Of ``redundant``: rows of the busiest rank over the mean, up to which no expert moves."""
 
     @property
     def tokens_per_cp_group(self) -> int:
@@ -63,26 +65,39 @@ class Workload:
     def expert_rows_per_token(self, experts: ExpertSide) -> float:
         """Rows a GPU's experts must have memory for, for each token of its own. Time is that of even routing.
 
-        Balanced: every GPU gets as many rows as it sends, top_k. Worst: every rank of the ep group sends all it
-        can to this one; the ids of a token differ, so at most one row for each expert held here.
+        Balanced: every GPU gets as many rows as it sends, top_k. Redundant: it does under any routing, or up to
+        ``max_imbalance`` times as many. Worst: every rank of the ep group sends all it can to this one; the ids of a
+        token differ, so at most one row for each expert held here. One-sided writes in a number of chunks provide for
+        that whatever the routing: the host learns of no count.
         """
-        if self.balance == "balanced":
-            return self.model.top_k
+        is_bounded = self.dispatcher == "symm_mem" and isinstance(self.ep_chunks, int)
+        if self.balance != "worst" and not is_bounded:
+            return self.model.top_k * (self.max_imbalance if self.moves_experts(experts) else 1)
         return experts.ep * min(self.model.top_k, self.model.num_experts // experts.ep)
 
     def sent_copies_per_token(self, experts: ExpertSide) -> float:
-        """Copies of a token that are sent, this GPU's own included, routing even."""
+        """Copies of a token that are sent, this GPU's own included, routing even. Where experts move, one a row."""
+        if self.moves_experts(experts):
+            return self.model.top_k
         if self.dispatcher == "all_gather":
             return experts.ep
         return distinct_ranks(self.model.top_k, experts.ep, self.model.num_experts)
 
     def received_copies_per_token(self, experts: ExpertSide) -> float:
         """Copies of tokens a GPU must have memory for, for each token of its own. Worst: every token's."""
-        return self.sent_copies_per_token(experts) if self.balance == "balanced" else experts.ep
+        if self.moves_experts(experts):
+            return self.expert_rows_per_token(experts)
+        return self.sent_copies_per_token(experts) if self.balance != "worst" else experts.ep
+
+    def moves_experts(self, experts: ExpertSide) -> bool:
+        """Whether ranks compute rows of others' experts, and are sent their weights for it."""
+        return self.balance == "redundant" and experts.ep > 1
 
     def keeps_copies(self, experts: ExpertSide, tokens: int) -> bool:
         """Whether the experts keep tokens for their backward pass, and gather rows from them there again."""
-        return experts.ep == 1 or (self.recompute == "none" and self.num_chunks(experts, tokens) == 1)
+        is_kept = self.recompute == "none" and self.num_chunks(experts, tokens) == 1
+        is_overwritten = self.dispatcher == "symm_mem"  # what they came to is the next layer's
+        return experts.ep == 1 or (is_kept and not is_overwritten and not self.moves_experts(experts))
 
     @property
     def chunks_even_routing(self) -> bool:

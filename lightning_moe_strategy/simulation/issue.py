@@ -20,7 +20,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicate:
-    """A collective: FSDP's own run beside compute, and those that attention starts ahead; the others in its place."""
+    """A collective: FSDP's own run beside compute, and those that are started ahead; the others in its place."""
 
     phase: str
     moment: int

@@ -64,8 +64,12 @@ class ShardOptimizer:
             self._take_adamw("the module has no configure_optimizers")
             return self.optimizers
         try:
-            with _with_parameters(module, self._shards), _attached_to(module, _NoTrainer()):
-                found = list(_optimizers_in(configure()))
+            with _attached_to(module, _NoTrainer()):
+                with _with_parameters(module, self._shards):
+                    found = list(_optimizers_in(configure()))
+                if any(getattr(optimizer, "reads_placements", False) for optimizer in found):
+                    # Ours: what it exchanges depends on the shards, and it asks DTensor for no shapes.
+                    found = list(_optimizers_in(configure()))
         except Exception as error:
             reason = " ".join(str(error).split())
             self._take_adamw(f"configure_optimizers needs a Trainer ({type(error).__name__}: {reason})")
@@ -76,6 +80,8 @@ class ShardOptimizer:
         for group in (group for optimizer in found for group in optimizer.param_groups):
             if self._for_gpu and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = not group.get("differentiable")
+            if self._for_gpu and "ns_dtype" in group and group["ns_dtype"] is None:
+                group["ns_dtype"] = torch.bfloat16
         return found
 
     def _take_adamw(self, reason: str) -> None:

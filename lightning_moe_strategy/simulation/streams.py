@@ -1,8 +1,8 @@
 """The work of a step and what waits for what, as FSDP2 arranges it on a GPU's streams (torch 2.13, ``_fully_shard``).
 
 * Compute, and the collectives of attention and experts, run one after the other: the program. What attention starts
-  ahead begins there, runs beside it and is waited for where it is read; of two steps the second starts when the first
-  has ended.
+  ahead, and rows on their way to experts, begins there, runs beside it and is waited for where it is read; of two steps
+  the second starts when the first has ended.
 * Gathers have a stream of their own. One starts when it is issued: the host runs ahead of the GPU, but counts of rows
   stop it in every layer that dispatches; and buffers of gathers are few, so that a gather issued after a unit was
   waited for starts after that unit's weights are copied out (in a forward pass, after those of the unit before).
@@ -81,7 +81,7 @@ class _Streams:
         """The last copy out of a gathered buffer that is kept."""
         self._pending: dict[str, int] = {}
         self._ahead: dict[int, int] = {}
-        """By number, the last transfer of what attention started ahead."""
+        """By number, the last transfer of what was started ahead."""
 
     def add(self, issue: Issue) -> None:
         if isinstance(issue, Compute):

@@ -74,8 +74,9 @@ class StepWatch(OperationMode):
 
     def _communication(self, collective: Collective, args: tuple[Any, ...]) -> Communicate:
         phase, moment = self.arithmetic.phase, self.memory.moment
-        is_of_sequence = collective.unit is None and collective.name in ("all_gather", "reduce_scatter")
-        if not is_of_sequence or not is_asynchronous(args):
+        # FSDP's own are watched by its steps; the strategy's all-reduces are waited for where they are issued.
+        is_ours = collective.unit is None and collective.name in ("all_gather", "reduce_scatter", "all_to_all")
+        if not is_ours or not is_asynchronous(args):
             return Communicate(phase=phase, moment=moment, collective=collective)
         result, source = args[:2]
         number = self._ahead[id(result)] = len(self.issues)
