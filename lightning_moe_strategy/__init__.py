@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_moe_strategy import _autoload
 
 if TYPE_CHECKING:
+    from lightning_moe_strategy.callbacks.ema import ShardedEMA
     from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
     from lightning_moe_strategy.callbacks.plan_check import PlanCheck
     from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_moe_strategy.models.config import ModelConfig
     from lightning_moe_strategy.models.data import TextDataModule
     from lightning_moe_strategy.models.lightning_module import HFCausalLM, MoELanguageModel
+    from lightning_moe_strategy.optimizers.muon import Muon
+    from lightning_moe_strategy.optimizers.muon_groups import muon_groups
     from lightning_moe_strategy.parallel_dims import ParallelDims
     from lightning_moe_strategy.strategy import FSDPCPEPStrategy
 
@@ -30,12 +33,15 @@ __all__ = [
     "HFCausalLM",
     "MoELanguageModel",
     "ModelConfig",
+    "Muon",
     "ParallelDims",
     "PlanCheck",
+    "ShardedEMA",
     "TextDataModule",
     "ThroughputMonitor",
     "ZigZagContextParallel",
     "__version__",
+    "muon_groups",
     "register_dispatcher",
 ]
 
@@ -46,11 +52,14 @@ _HOME = {
     "HFCausalLM": "models.lightning_module",
     "MoELanguageModel": "models.lightning_module",
     "ModelConfig": "models.config",
+    "Muon": "optimizers.muon",
     "ParallelDims": "parallel_dims",
     "PlanCheck": "callbacks.plan_check",
+    "ShardedEMA": "callbacks.ema",
     "TextDataModule": "models.data",
     "ThroughputMonitor": "callbacks.throughput",
     "ZigZagContextParallel": "callbacks.zigzag",
+    "muon_groups": "optimizers.muon_groups",
     "register_dispatcher": "expert_parallel.registry",
 }
 
