@@ -1,23 +1,19 @@
 """Every rank of a cp group reads the same batch; this callback leaves each its zig-zag part of the tokens."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer, rank_zero_info
-from lightning_moe_strategy.collectives import TwoStepGroup
 from lightning_moe_strategy.context_parallel.batch import (
     SHIFTED_LABEL_KEYS,
-    Key,
     MicroBatch,
     SequenceFields,
     count_whole,
     find_sequences,
     items_of,
+    refuse_labels_of_whole_sequences,
     refuse_what_cannot_be_split,
     split_items,
     whole_sequence,
@@ -117,7 +113,6 @@ class ZigZagContextParallel(Callback):
         self._is_verified = not verify_cp
         self._strategy: SplitsBatches | None = None
         self._module: nn.Module | None = None
-        self._agreed_stages: set[str] = set()
         self._said_who_shifts = self._said_padding = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -137,7 +132,6 @@ class ZigZagContextParallel(Callback):
         require_attention_kernel(self.attention_kernel)
         strategy.context_parallel.attention_kernel = self.attention_kernel
         self._strategy, self._module = strategy, pl_module
-        self._agreed_stages.clear()
         strategy.context_parallel.token_wise_modules = self.token_wise_modules
         strategy.context_parallel.ulysses_modules = self.ulysses_modules
         strategy.context_parallel.positions_required = self.positions == "required"
@@ -147,8 +141,7 @@ class ZigZagContextParallel(Callback):
     def split(self, batch: Any, stage: str) -> Any:
         """This rank's part of ``batch``. ``stage`` is Lightning's: train, validate, sanity_check, test or predict.
 
-        ValueError for a batch that cannot be split exactly; on the first batch of a stage every rank of the world
-        raises it when one does.
+        ValueError for a batch that cannot be split exactly; the strategy has every rank of the world raise it.
         """
         strategy = self._attached_to()
         if strategy.context_parallel.degree == 1:
@@ -157,26 +150,19 @@ class ZigZagContextParallel(Callback):
                 strategy.context_parallel.sequence = self._whole(batch, strategy.micro_batch)
             return batch
         items = items_of(batch)
-        fields: SequenceFields | None = None
-        error = ""
-        try:
-            fields = find_sequences(items, sequence_keys=self.sequence_keys, labels_key=self.labels_key)
-            shift = self._who_shifts(fields, stage)
-            refuse_what_cannot_be_split(
-                items,
-                fields,
-                shift=shift,
-                degree=strategy.context_parallel.degree,
-                ignore_index=self.ignore_index,
-                layout=self.layout,
-            )
-        except ValueError as reason:
-            error = str(reason)
-        if stage not in self._agreed_stages:
-            error = _agree(error, items, strategy.context_parallel)
-            self._agreed_stages.add(stage)
-        if error or fields is None:
-            raise ValueError(error)
+        fields = find_sequences(items, sequence_keys=self.sequence_keys, labels_key=self.labels_key)
+        degree = strategy.context_parallel.degree
+        name = type(self._module).__name__.removeprefix("FSDP")
+        refuse_labels_of_whole_sequences(items, fields, degree=degree, module=name)
+        shift = self._who_shifts(fields, stage)
+        refuse_what_cannot_be_split(
+            items,
+            fields,
+            shift=shift,
+            degree=degree,
+            ignore_index=self.ignore_index,
+            layout=self.layout,
+        )
         cp = strategy.context_parallel
         if stage == "train" and not self._is_verified:
             settings = SplitSettings(
@@ -263,8 +249,8 @@ class ZigZagContextParallel(Callback):
             return self.shift
         if key is None or key in SHIFTED_LABEL_KEYS or isinstance(key, int):
             return "none"
-        if self._module is not None and _holds_hugging_face_causal_lm(self._module):
-            return "model"
+        if self._module is not None and (who := _who_shifts_in_hugging_face(self._module)) is not None:
+            return who
         if self._attached_to().context_parallel.degree > 1:
             raise ValueError(
                 f"{key!r} are labels, but of whom? Say who shifts them: ZigZagContextParallel(shift='module') for "
@@ -277,35 +263,9 @@ class ZigZagContextParallel(Callback):
         return "module"
 
 
-def _holds_hugging_face_causal_lm(module: nn.Module) -> bool:
-    """By transformers' own mark: which loss ``labels=`` of a forward leads to."""
-    return any(getattr(part, "loss_type", None) == "ForCausalLM" for part in module.modules())
-
-
-def _agree(error: str, items: Mapping[Key, Any], cp: ContextParallel) -> str:
-    """The first error of any rank of the world, or that the ranks of a cp group read different batches."""
-    whole = cp.group.whole if isinstance(cp.group, TwoStepGroup) else cp.group
-    cp_group = tuple(dist.get_process_group_ranks(whole))
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (error, cp_group, _fingerprint(items)))
-    for rank, (other_error, _, _) in enumerate(answers):
-        if other_error:
-            return str(other_error) if rank == dist.get_rank() else f"On rank {rank}: {other_error}"
-    for rank, (_, group, fingerprint) in enumerate(answers):
-        if fingerprint != answers[group[0]][2]:
-            return (
-                f"Ranks {group[0]} and {rank} share one sequence (cp={cp.degree}) but read different batches. A "
-                "sampler of your own must take num_replicas and rank from strategy.distributed_sampler_kwargs, and "
-                "augmentation must not differ between the ranks of a cp group."
-            )
-    return ""
-
-
-def _fingerprint(items: Mapping[Key, Any]) -> str:
-    digest = hashlib.sha256()
-    for key, item in items.items():
-        digest.update(repr(key).encode())
-        if isinstance(item, Tensor):
-            digest.update(repr((item.shape, item.dtype)).encode())
-            digest.update(item.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _who_shifts_in_hugging_face(module: nn.Module) -> Shift | None:
+    """By transformers' own mark: which loss ``labels=`` of a forward leads to. None without a model that has one."""
+    losses = {getattr(part, "loss_type", None) for part in module.modules()}
+    if "ForCausalLM" in losses:
+        return "model"
+    return "none" if losses & {"ForTokenClassification", "ForMaskedLM"} else None
