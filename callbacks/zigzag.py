@@ -22,7 +22,12 @@ from lightning_moe_strategy.context_parallel.batch import (
 from lightning_moe_strategy.context_parallel.gather import restore_sequence
 from lightning_moe_strategy.context_parallel.padding import LayoutName
 from lightning_moe_strategy.context_parallel.piece import SplitSettings
-from lightning_moe_strategy.context_parallel.scope import ContextParallel, LocalSequence, Shift
+from lightning_moe_strategy.context_parallel.scope import (
+    LOSSES_WITHOUT_SHIFT,
+    ContextParallel,
+    LocalSequence,
+    Shift,
+)
 from lightning_moe_strategy.kernels.attention import AttentionKernelName, require_attention_kernel
 from lightning_moe_strategy.verification import verify_context_parallel
 
@@ -268,4 +273,4 @@ def _who_shifts_in_hugging_face(module: nn.Module) -> Shift | None:
     losses = {getattr(part, "loss_type", None) for part in module.modules()}
     if "ForCausalLM" in losses:
         return "model"
-    return "none" if losses & {"ForTokenClassification", "ForMaskedLM"} else None
+    return "none" if losses & LOSSES_WITHOUT_SHIFT else None

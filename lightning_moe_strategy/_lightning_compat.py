@@ -5,6 +5,8 @@ Lightning class takes its base from here. Private names, seen in Lightning 2.6, 
 """
 
 import importlib
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,20 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
     from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        ModelCheckpoint,
+        ModelPruning,
+        OnExceptionCheckpoint,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+    from lightning.pytorch.callbacks import ThroughputMonitor as LightningThroughputMonitor
     from lightning.pytorch.cli import LightningCLI
     from lightning.pytorch.cli import _InstantiatorFn as CLIInstantiator
     from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -43,9 +55,20 @@ else:
     LightningDataModule = _take(_root, "LightningDataModule")
     LightningModule = _take(_root, "LightningModule")
     Trainer = _take(_root, "Trainer")
+    BaseFinetuning = _take(f"{_root}.callbacks", "BaseFinetuning")
+    LightningThroughputMonitor = _take(f"{_root}.callbacks", "ThroughputMonitor")
+    ModelCheckpoint = _take(f"{_root}.callbacks", "ModelCheckpoint")
+    ModelPruning = _take(f"{_root}.callbacks", "ModelPruning")
+    OnExceptionCheckpoint = _take(f"{_root}.callbacks", "OnExceptionCheckpoint")
+    StochasticWeightAveraging = _take(f"{_root}.callbacks", "StochasticWeightAveraging")
+    WeightAveraging = _take(f"{_root}.callbacks", "WeightAveraging")
     LightningCLI = _take(f"{_root}.cli", "LightningCLI")
     CLIInstantiator = _take(f"{_root}.cli", "_InstantiatorFn")
     DummyLogger = _take(f"{_root}.loggers.logger", "DummyLogger")
+    AsyncCheckpointIO = _take(f"{_root}.plugins.io", "AsyncCheckpointIO")
+    TorchCheckpointIO = _take(f"{_root}.plugins.io", "TorchCheckpointIO")
+    HalfPrecision = _take(f"{_root}.plugins.precision", "HalfPrecision")
+    MixedPrecision = _take(f"{_root}.plugins.precision", "MixedPrecision")
     Precision = _take(f"{_root}.plugins.precision", "Precision")
     ModelParallelStrategy = _take(f"{_root}.strategies", "ModelParallelStrategy")
     ParallelStrategy = _take(f"{_root}.strategies", "ParallelStrategy")
@@ -89,27 +112,154 @@ def weigh_logged_means(results: Any, weight: Tensor, logging: Callable[[Tensor],
     results.update_metrics = weighed
 
 
+def show_loaders(trainer: Trainer, show: Callable[[object], object], *, to_loops: bool) -> None:
+    """What ``trainer.train_dataloader`` and the like return becomes ``show`` of each loader.
+
+    The loops go on with the loaders they have, unless ``to_loops``.
+    """
+    fit_loop: Any = trainer.fit_loop
+    val_loop = fit_loop.epoch_loop.val_loop
+    for loop in (fit_loop, val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        combined: Any = loop._combined_loader
+        if combined is not None:
+            in_use = combined.flattened
+            combined.flattened = [show(loader) for loader in in_use]
+            if not to_loops:
+                combined._flattened = in_use
+
+
+def agree_on_validation_by_time(trainer: Trainer, last_validation: float, agree: Callable[[bool], bool]) -> float:
+    """With ``val_check_interval`` as a time, ``agree`` of "it is due" decides whether validation follows this batch.
+
+    Returns when validation ran last, for the next call. Lightning would ask each rank's clock, and ranks whose clocks
+    disagree would wait for each other in different loops.
+    """
+    clock: Any = trainer
+    if clock._val_check_time_interval is None:
+        return last_validation
+    if math.isfinite(clock._last_val_time):
+        last_validation = clock._last_val_time
+    is_due = agree(time.monotonic() - last_validation >= clock._val_check_time_interval)
+    clock._last_val_time = -math.inf if is_due else math.inf  # Lightning's comparison then comes out as agreed
+    return last_validation
+
+
+def is_compiled(module: LightningModule | None) -> bool:
+    """Whether a Trainer was given ``torch.compile(module)``."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def check_precision_first(strategy: type[ParallelStrategy], check: Callable[[object], object]) -> None:
+    """A Trainer with a ``strategy`` calls ``check`` with its precision, a name or a plugin, before it judges it itself.
+
+    Lightning has other rules for a name than for a plugin and for a strategy's name than for an instance: it imports
+    what is to be refused, and takes BF16 for FP16 on a CPU. Once for each class.
+    """
+    connector = importlib.import_module(f"{Trainer.__module__.rpartition('.')[0]}.connectors.accelerator_connector")
+    judge = connector._AcceleratorConnector._check_and_init_precision
+
+    def check_and_init_precision(self: Any) -> Precision:
+        if isinstance(self.strategy, strategy):
+            check(self._precision_plugin_flag or self._precision_flag)
+        made: Precision = judge(self)
+        return made
+
+    connector._AcceleratorConnector._check_and_init_precision = check_and_init_precision
+
+
+def hand_over_weights_only(strategy: type[ParallelStrategy]) -> None:
+    """``trainer.fit(weights_only=...)`` and the like are ``strategy.weights_only`` while the Trainer runs.
+
+    Lightning drops them on the way to a strategy that loads after it has sharded. Once for each class.
+    """
+    run = Trainer._run
+
+    def run_with(self: Any, model: LightningModule, ckpt_path: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(self.strategy, strategy):
+            self.strategy.weights_only = weights_only  # type: ignore[attr-defined]
+        return run(self, model, ckpt_path=ckpt_path, weights_only=weights_only)
+
+    Trainer._run = run_with  # type: ignore[method-assign]
+
+
+def evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Validation, test and prediction run under ``torch.no_grad``, whatever ``inference_mode`` says."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+def detects_anomalies(trainer: Trainer) -> bool:
+    """``Trainer(detect_anomaly=...)``."""
+    return trainer._detect_anomaly
+
+
+def logs_graph(logger: object) -> bool:
+    """Whether it is a logger that traces the model's forward."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
+def registry_of(trainer: Trainer) -> str | None:
+    """``Trainer(model_registry=...)``."""
+    return trainer._model_registry
+
+
+def wrap_hooks_before_step(precision: Precision, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """``on_before_optimizer_step`` and ``configure_gradient_clipping`` of ``precision``'s steps run in ``context()``.
+
+    Of automatic optimization: by hand, a module clips and reads in its own ``training_step``.
+    """
+    plugin: Any = precision
+    after_closure = plugin._after_closure
+
+    def inside(*args: Any) -> None:
+        with context():
+            after_closure(*args)
+
+    plugin._after_closure = inside
+
+
 __all__ = [
     "FLAVOUR",
     "IS_INTERACTIVE",
+    "AsyncCheckpointIO",
+    "BaseFinetuning",
     "CLIInstantiator",
     "Callback",
     "DummyLogger",
+    "HalfPrecision",
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",
+    "LightningThroughputMonitor",
+    "MixedPrecision",
+    "ModelCheckpoint",
     "ModelParallelStrategy",
+    "ModelPruning",
+    "OnExceptionCheckpoint",
     "ParallelStrategy",
     "Precision",
+    "StochasticWeightAveraging",
+    "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
+    "WeightAveraging",
     "add_callbacks",
+    "agree_on_validation_by_time",
+    "check_precision_first",
+    "detects_anomalies",
+    "evaluate_without_inference_mode",
+    "hand_over_weights_only",
+    "is_compiled",
     "is_overridden",
     "is_param_in_hook_signature",
     "isolate_rng",
+    "logs_graph",
     "optimizers_to_device",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "registry_of",
+    "show_loaders",
     "weigh_logged_means",
+    "wrap_hooks_before_step",
 ]

@@ -55,6 +55,13 @@ def allow_graphs(num_graphs: int) -> None:
     config.recompile_limit = max(config.recompile_limit, num_graphs)
 
 
+def unsupported_in_graph() -> tuple[type[Exception], ...]:
+    """What ``torch.compile(fullgraph=True)`` raises where there is no whole graph. Seen in torch 2.11-2.13."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException,)
+
+
 def copy_tensors(tree: Any) -> Any:
     """A copy of every tensor in nested tuples and lists. Seen in torch 2.11-2.13."""
     return tree_map_only(Tensor, torch.clone, tree)
@@ -358,3 +365,16 @@ def symmetric_memory(
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is one of ``torch.compile`` or had its ``compile()`` called. Seen in torch 2.11-2.13."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def let_anomaly_detection_see_shards() -> None:
+    """Let ``torch.autograd.detect_anomaly`` ask sharded gradients for NaN: all their ranks hear it, by an all-reduce of
+    one number. Seen in torch 2.11-2.13.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    def any_shard(x: Tensor) -> list[tuple[list[Any], list[Any]]]:
+        return [([Replicate()], [Replicate()]), *(([Partial("max")], [Shard(dim)]) for dim in range(x.ndim))]
+
+    register_sharding(torch.ops.aten._is_any_true.default)(any_shard)

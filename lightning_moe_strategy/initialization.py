@@ -104,6 +104,9 @@ def _initializer(root: nn.Module, name: str, module: nn.Module) -> Initializer |
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):
         ancestor = root.get_submodule(".".join(parts[:length]))
+        is_adapter = hasattr(ancestor, "reset_lora_parameters") and parts[length : length + 1] != ["base_layer"]
+        if is_adapter:
+            return None  # one of PEFT starts as its wrapper says, often at zero, and not as a plain layer
         if hasattr(ancestor, "_init_weights") and hasattr(ancestor, "config"):
             return lambda: ancestor._init_weights(module)  # type: ignore[operator]
     reset = getattr(module, "reset_parameters", None)

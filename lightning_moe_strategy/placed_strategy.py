@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_moe_strategy._lightning_compat import ModelParallelStrategy
+from lightning_moe_strategy._lightning_compat import LightningModule, ModelParallelStrategy, is_compiled
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.mesh import ResolvedDims, build_sample_group
 from lightning_moe_strategy.placement import Placement
@@ -20,6 +20,21 @@ class PlacedStrategy(ModelParallelStrategy):
 
     _placement: Placement | None = None
     _mesh_timeout: timedelta
+    _module: LightningModule | None = None
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Here, because it is the last a Trainer does before it refuses the module and says nothing of what to do.
+        if is_compiled(module):
+            raise RuntimeError(
+                "Trainer was given torch.compile(model), one graph around all that is gathered and sent. Pass the "
+                "model itself, and compile its blocks: strategy=FSDPCPEPStrategy(compile_blocks=True)."
+            )
+        self._module = module
 
     @property
     def placement(self) -> Placement:

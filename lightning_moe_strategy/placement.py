@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_moe_strategy import _torch_compat
+from lightning_moe_strategy.compiled_blocks import compile_blocks, keep_sparse_layers_eager
 from lightning_moe_strategy.context_parallel.adapt import adapt_attention
 from lightning_moe_strategy.context_parallel.indexers import train_indexers
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
 from lightning_moe_strategy.expert_parallel.chunks import Chunking
 from lightning_moe_strategy.expert_parallel.dispatch import AssumedRouting, EPDispatcher
 from lightning_moe_strategy.expert_parallel.experts import attach
+from lightning_moe_strategy.expert_parallel.low_rank import adapt_low_rank
 from lightning_moe_strategy.expert_parallel.redundant import RedundantDispatcher
 from lightning_moe_strategy.expert_parallel.registry import make_dispatcher
+from lightning_moe_strategy.expert_parallel.shared_expert import run_shared_experts_ahead
 from lightning_moe_strategy.initialization import materialize
 from lightning_moe_strategy.mesh import (
     DenseMeshes,
@@ -32,6 +36,7 @@ from lightning_moe_strategy.mesh import (
 )
 from lightning_moe_strategy.recompute import Recompute, recompute_blocks
 from lightning_moe_strategy.sharding import shard, synchronize_initial_state
+from lightning_moe_strategy.stale_parameters import remember_parameters
 from lightning_moe_strategy.units import Unit, find_blocks, plan_units
 
 _ATTRIBUTE = "_fsdp_cp_ep_placement"
@@ -54,8 +59,12 @@ class Placement:
     """The name the module was sharded with."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """As the user gave them, by name."""
+    fp32_norms: bool = False
+    """Whether norms compute in FP32 where the rest does not."""
     recompute: Recompute = "none"
     """What the backward pass computes again."""
+    compile_options: Mapping[str, Any] | None = None
+    """Arguments of ``torch.compile`` for every block; None leaves them as they are."""
     chunking: Chunking = Chunking()
     """How many of a layer's tokens go through its experts at a time."""
     max_imbalance: float | None = None
@@ -139,20 +148,38 @@ def adapt_and_shard(
     compute_dtype: torch.dtype | None,
 ) -> None:
     """All of ``place`` that needs no values: what is on the meta device stays there."""
+    remember_parameters(module)
     dims, dense, blocks = placement.dims, placement.dense, find_blocks(module)
     trains_indexers = placement.context_parallel.indexer_loss is not None
     if trains_indexers:
         train_indexers(module)
+    if placement.compile_options is not None:
+        compile_blocks(
+            module, blocks, placement.experts, placement.compile_options, cp=placement.context_parallel
+        )
     if dims.cp > 1 or trains_indexers:
         adapt_attention(module, blocks, placement.context_parallel)
     placement.expert = expert = build_expert_meshes(dims, device.type, timeout)
     for experts in placement.experts.values():
         attach(experts, _dispatcher(experts, expert, placement), placement.chunking)
-    if placement.recompute == "block":
-        recompute_blocks(module, blocks, placement.experts, indexers_are_trained=trains_indexers)
+    adapt_low_rank(module, placement.experts, expert.ep_mesh.get_local_rank())
+    run_shared_experts_ahead(module, placement.experts)
+    if placement.compile_options is not None:
+        keep_sparse_layers_eager(module, blocks, placement.experts)
+    if placement.recompute != "none":
+        recompute_blocks(
+            module,
+            blocks,
+            placement.experts,
+            indexers_are_trained=trains_indexers,
+            keep_attention=placement.recompute == "selective",
+        )
     synchronize_initial_state(module, device)
     # Under one dtype for all, a router needs no gather of its own.
-    placement.units = plan_units(module, placement.experts, separate_routers=compute_dtype is not None)
+    is_mixed = compute_dtype is not None
+    placement.units = plan_units(
+        module, placement.experts, separate_routers=is_mixed, separate_norms=is_mixed and placement.fp32_norms
+    )
     shard(placement.units, dense=dense, expert=expert, compute_dtype=compute_dtype)
 
 
@@ -168,7 +195,9 @@ def _dispatcher(experts: nn.Module, expert: ExpertMeshes, placement: Placement) 
     group: dist.ProcessGroup = expert.ep_mesh.get_group()
     num_experts = _num_experts(experts)
     if placement.max_imbalance is not None and group.size() > 1:
-        return RedundantDispatcher(num_experts, group, placement.assumed_routing, max_imbalance=placement.max_imbalance)
+        return RedundantDispatcher(
+            num_experts, group, placement.assumed_routing, max_imbalance=placement.max_imbalance, experts=experts
+        )
     return make_dispatcher(placement.dispatcher, num_experts, group, placement.assumed_routing)
 
 

@@ -9,46 +9,87 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_moe_strategy._lightning_compat import LightningModule, Precision, rank_zero_warn
+from lightning_moe_strategy._lightning_compat import (
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    rank_zero_warn,
+    wrap_hooks_before_step,
+)
 from lightning_moe_strategy.sharding import local_tensor
+from lightning_moe_strategy.whole_scalars import WholeScalars
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true"]
+
+_ALIASES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}
 
 
 class MeshPrecision(Precision):
     """``Trainer(precision=...)`` for the strategy: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
 
     ``bf16-mixed`` keeps FP32 master weights and optimizer state, gathers and computes in BF16 and reduces gradients
-    in FP32. ``bf16-true`` keeps BF16 weights only: half the memory, and small updates round away.
+    in FP32. ``bf16-true`` keeps BF16 weights only: half the memory, and small updates round away. Routers compute in
+    FP32 in both, and under ``bf16-mixed`` norms do, if ``fp32_norms`` says so (see the strategy).
+
+    A user's own precision derives from this class and is given as ``Trainer(plugins=[...])``.
 
     Attributes:
         last_gradient_norm: total norm before the last clipping, to be logged; None before the first.
+
+    Raises:
+        ValueError: a precision that is not offered, or FP32 norms among BF16 weights.
     """
 
     def __init__(
         self,
-        precision: PrecisionName = "32-true",
+        precision: PrecisionName | str = "32-true",
         *,
         loss_to_backward: Callable[[Tensor], Tensor] = lambda loss: loss,
         before_clipping: Callable[[], None] = lambda: None,
         error_if_nonfinite: bool = False,
+        fp32_norms: bool = False,
     ) -> None:
-        if precision not in get_args(PrecisionName):
-            raise ValueError(
-                f"precision({precision!r}) must be one of {', '.join(map(repr, get_args(PrecisionName)))} with "
-                "strategy 'fsdp_cp_ep'. FP16 needs loss scaling and FP8 its own kernels; neither is offered: use "
-                "'bf16-mixed'."
-            )
-        self.precision = precision
-        self.compute_dtype = None if precision == "32-true" else torch.bfloat16
-        self.error_if_nonfinite = error_if_nonfinite
+        self.precision = precision_name(precision)
+        self.compute_dtype = None if self.precision == "32-true" else torch.bfloat16
         self.last_gradient_norm: Tensor | None = None
-        self._loss_to_backward = loss_to_backward
-        self._before_clipping = before_clipping
-        if precision == "bf16-true":
+        self.fp32_norms = self.error_if_nonfinite = False
+        self._serve(loss_to_backward, before_clipping, error_if_nonfinite=error_if_nonfinite, fp32_norms=fp32_norms)
+        wrap_hooks_before_step(self, WholeScalars)
+        if self.precision == "bf16-true":
             rank_zero_warn(
                 "precision='bf16-true' keeps no FP32 master weights: updates smaller than 1/256 of a weight are "
                 "lost. Use 'bf16-mixed' to train from scratch."
+            )
+
+    @classmethod
+    def taken_from(cls, plugin: Precision, **options: Any) -> "MeshPrecision":
+        """What a Trainer's plugin asks for; one of this class goes on itself. ``options`` are those of the class.
+
+        Raises:
+            ValueError: it asks for what is not offered.
+        """
+        name = precision_name(plugin)
+        if not isinstance(plugin, cls):
+            return cls(name, **options)
+        plugin._serve(**options)
+        return plugin
+
+    def _serve(
+        self,
+        loss_to_backward: Callable[[Tensor], Tensor],
+        before_clipping: Callable[[], None],
+        *,
+        error_if_nonfinite: bool,
+        fp32_norms: bool,
+    ) -> None:
+        self._loss_to_backward, self._before_clipping = loss_to_backward, before_clipping
+        self.error_if_nonfinite |= error_if_nonfinite
+        self.fp32_norms |= fp32_norms
+        if self.fp32_norms and self.precision == "bf16-true":
+            raise ValueError(
+                "fp32_norms(True) needs FP32 weights to keep norms in, and precision is 'bf16-true'. Use 'bf16-mixed', "
+                "or leave fp32_norms out."
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -83,6 +124,30 @@ class MeshPrecision(Precision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         for gradient in _gradients(optimizer):
             local_tensor(gradient).clamp_(-clip_val, clip_val)
+
+
+def precision_name(asked: object) -> PrecisionName:
+    """The name of what ``Trainer(precision=...)`` (a name, an alias) or ``Trainer(plugins=[...])`` asks for.
+
+    Raises:
+        ValueError: the strategy does not offer it; or a plugin of another kind, whose hooks would not run.
+    """
+    name = str(getattr(asked, "precision", asked))
+    name = _ALIASES.get(name, name)
+    offered: tuple[PrecisionName, ...] = get_args(PrecisionName)
+    if name not in offered:
+        raise ValueError(
+            f"precision({name!r}) must be one of {', '.join(map(repr, offered))} with strategy 'fsdp_cp_ep'. FP16 "
+            "needs loss scaling, FP64 and FP8 kernels of their own; none of them is offered: use 'bf16-mixed'."
+        )
+    known = (Precision, MixedPrecision, HalfPrecision)
+    if isinstance(asked, Precision) and not isinstance(asked, MeshPrecision) and type(asked) not in known:
+        raise ValueError(
+            f"plugins: {type(asked).__name__} would be asked for its name ({name!r}) and nothing else, because "
+            "strategy 'fsdp_cp_ep' casts, clips and steps on two meshes itself. Say precision="
+            f"{name!r}, or derive your plugin from lightning_moe_strategy.precision.MeshPrecision."
+        )
+    return next(each for each in offered if each == name)
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -91,7 +91,7 @@ def group_units(order: Sequence[str], kinds: Mapping[str, str]) -> list[Group]:
     for name in order:
         if not name:
             continue
-        if groups and kinds[name] in ("experts", "router") and name.startswith(f"{groups[-1][0]}."):
+        if groups and kinds[name] in ("experts", "router", "norm") and name.startswith(f"{groups[-1][0]}."):
             groups[-1].append(name)
         else:
             groups.append([name])

@@ -8,11 +8,19 @@ Nor are keys selected again: the ids an indexer has picked (int32) are kept as t
 which share them hold as their input. A replay runs no part of an indexer and gathers none of its keys. Where indexers
 are trained, it computes what the loss reads, and still selects nothing.
 
-Shapes: T tokens, E experts, K experts per token, D hidden size.
+``selective`` keeps the output of each attention as well, and its log-sum-exp (``recomputed_operations.ATTENTION``): the
+replay makes queries, keys and values again, gathers those of the sequence for the backward pass as ``block`` does, and
+runs no attention kernel. It keeps ``2 V + 4`` bytes a token and head more. What came back from the experts is not kept:
+nothing in the backward pass reads it but a residual sum, and what went out to them is ``2 D`` bytes a copy.
+
+A replay draws the random numbers of the first pass, under its autocast, and sees the buffers that this found: what a
+forward changes in them (counters, running statistics) is changed once.
+
+Shapes: T tokens, E experts, K experts per token, D hidden size, V channels of a value head.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
@@ -20,14 +28,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_moe_strategy._torch_compat import OperationMode, copy_tensors, is_same_state, random_state
+from lightning_moe_strategy.context_parallel.attended_once import attending_by
 from lightning_moe_strategy.context_parallel.indexers import choice_is, is_indexer
 from lightning_moe_strategy.expert_parallel.experts import dispatcher_of
 from lightning_moe_strategy.expert_parallel.splits import RemembersSplits, SplitMemory
 from lightning_moe_strategy.models.sparse_attention import Indexer
+from lightning_moe_strategy.recomputed_operations import (
+    OVER_CP,
+    AttendedOnce,
+    BuffersBefore,
+    FirstPass,
+    Replay,
+    RoutingOps,
+    drawn_since,
+    generator_states,
+    next_kept,
+)
 from lightning_moe_strategy.units import find_routers
 
-Recompute = Literal["none", "block"]
+Recompute = Literal["none", "block", "selective"]
 
 
 def recompute_blocks(
@@ -36,28 +55,32 @@ def recompute_blocks(
     experts: Mapping[str, nn.Module],
     *,
     indexers_are_trained: bool = False,
+    keep_attention: bool = False,
 ) -> None:
     """Recompute every block of ``root`` in its backward pass. In place, once, after the experts have dispatchers.
 
+    ``keep_attention`` keeps what the attention of each block returns, and the replay does not attend.
     Only the blocks' own forward changes: hooks, FSDP's among them, stay outside, and whatever is wrapped around that
     forward already (context parallel attention) runs in both passes. Without gradients nothing is kept at all.
 
     Raises:
         ValueError: a module checkpoints its activations itself.
     """
-    _refuse_own_checkpointing(root)
+    _refuse_own_checkpointing(root, "selective" if keep_attention else "block")
     _keep_no_cache(root)
     routers = find_routers(root, experts)
     for name, block in blocks.items():
         inside = [module for path, module in experts.items() if path.startswith(f"{name}.")]
         weights = [p.shape for path, m in routers.items() if path.startswith(f"{name}.") for p in m.parameters()]
-        routing = _RoutingOps(
+        routing = RoutingOps(
             router_shapes=frozenset((shape[1], shape[0]) for shape in weights if len(shape) == 2),
             nums_experts=frozenset(_num_experts(module) for module in inside),
         )
         found = [module for module in block.modules() if is_indexer(module)]
         indexers = [_SelectingOnce.wrap(module, is_trained=indexers_are_trained) for module in found]
-        block.__dict__["forward"] = _RecomputedForward(block.forward, routing, inside, indexers)
+        block.__dict__["forward"] = _RecomputedForward(
+            block.forward, routing, inside, indexers, modules=list(block.modules()), keep_attention=keep_attention
+        )
 
 
 class _RecomputedForward:
@@ -66,39 +89,43 @@ class _RecomputedForward:
     def __init__(
         self,
         forward: Callable[..., Any],
-        routing: "_RoutingOps",
+        routing: RoutingOps,
         experts: list[nn.Module],
         indexers: "list[_SelectingOnce]",
+        *,
+        modules: list[nn.Module],
+        keep_attention: bool,
     ) -> None:
         self.forward, self.routing, self.experts, self.indexers = forward, routing, experts, indexers
+        self.modules, self.keep_attention = modules, keep_attention
         update_wrapper(self, forward, updated=())  # forward may be a wrapper with a state of its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        dispatchers: list[object] = [dispatcher_of(module) for module in self.experts]
-        call = _BlockCall(
-            self.routing, [d for d in dispatchers if isinstance(d, RemembersSplits)], indexers=self.indexers
-        )
         return checkpoint(
             partial(self.forward, **kwargs),
             *args,
             use_reentrant=False,
             preserve_rng_state=False,  # _BlockCall does, where the block draws
-            context_fn=call.passes,
+            context_fn=_BlockCall(self).passes,
         )
 
 
 class _BlockCall:
     """What one call of a block keeps from its first pass for the replays."""
 
-    def __init__(
-        self, routing: "_RoutingOps", dispatchers: list[RemembersSplits], *, indexers: "list[_SelectingOnce]"
-    ) -> None:
-        self.routing, self.dispatchers, self.indexers = routing, dispatchers, indexers
+    def __init__(self, block: _RecomputedForward) -> None:
+        dispatchers: list[object] = [dispatcher_of(module) for module in block.experts]
+        self.dispatchers = [d for d in dispatchers if isinstance(d, RemembersSplits)]
+        self.routing, self.indexers = block.routing, block.indexers
         self.results: list[Any] = []
-        self.selected: list[list[Tensor]] = [[] for _ in indexers]
-        self.splits = [SplitMemory() for _ in dispatchers]
+        self.selected: list[list[Tensor]] = [[] for _ in block.indexers]
+        self.splits = [SplitMemory() for _ in self.dispatchers]
+        self.attended = AttendedOnce() if block.keep_attention else None
+        self.buffers = BuffersBefore(block.modules)
+        self.has_operations = bool(block.routing.nums_experts or block.keep_attention or len(self.buffers))
+        """Without any that may be kept, no operation is looked at."""
         self.random_states: list[tuple[torch.Generator, Tensor]] = []
 
     def passes(self) -> "tuple[_Pass, _Pass]":
@@ -106,23 +133,36 @@ class _BlockCall:
 
     @contextmanager
     def _first(self) -> Generator[None, None, None]:
-        before = [(generator, random_state(generator)) for generator in _generators()]
-        with self._memories(replaying=False), self._mode(_KeepRouting):
+        before = generator_states()
+        keep = None if self.attended is None else partial(self.attended.keep, OVER_CP)
+        mode = FirstPass(self.routing, self.results, self.attended, self.buffers)
+        with self._memories(replaying=False), attending_by(keep), self._looking_through(mode):
             yield
+        self.buffers.end()
         # Most blocks draw nothing: they need no state kept, and their replay leaves the generators alone.
-        self.random_states = [(g, state) for g, state in before if not is_same_state(state, random_state(g))]
+        self.random_states = [(generator, state) for generator, state, _ in drawn_since(before)]
 
     @contextmanager
     def _replay(self) -> Generator[None, None, None]:
-        outside = [(generator, random_state(generator)) for generator, _ in self.random_states]
+        outside = generator_states() if self.random_states else []
         for generator, state in self.random_states:
             generator.set_state(state)
+        attended = None if self.attended is None else self.attended.again()
+        mode = Replay(self.routing, self.results, attended)
         try:
-            with self._memories(replaying=True), self._mode(_ReplayRouting):
+            with (
+                self.buffers.put_back(),
+                self._memories(replaying=True),
+                attending_by(None if attended is None else attended.instead),
+                self._looking_through(mode),
+            ):
                 yield
         finally:
             for generator, state in outside:
                 generator.set_state(state)
+
+    def _looking_through(self, mode: FirstPass | Replay) -> AbstractContextManager[object]:
+        return mode if self.has_operations else nullcontext()
 
     @contextmanager
     def _memories(self, *, replaying: bool) -> Generator[None, None, None]:
@@ -131,14 +171,6 @@ class _BlockCall:
                 stack.enter_context(dispatcher.remember_splits(memory, replaying=replaying))
             for indexer, selected in zip(self.indexers, self.selected, strict=True):
                 stack.enter_context(indexer.remember(selected, self.results, replaying=replaying))
-            yield
-
-    @contextmanager
-    def _mode(self, kind: "type[_KeepRouting] | type[_ReplayRouting]") -> Generator[None, None, None]:
-        if not self.routing.nums_experts:
-            yield
-            return
-        with kind(self.routing, self.results):
             yield
 
 
@@ -179,7 +211,7 @@ class _SelectingOnce:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.replayed is not None:
-            replayed: Tensor = _next_kept(self.replayed, "select_keys")
+            replayed: Tensor = next_kept(self.replayed, "select_keys")
             if self.is_trained:
                 with choice_is(replayed):
                     self.forward(*args, **kwargs)
@@ -221,73 +253,12 @@ class _Pass:
         return self.entered.pop().__exit__(*error)
 
 
-class _RoutingOps:
-    """Which operations of a block route: products with a router's weight, picks among all experts."""
-
-    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-    PICKS = (
-        torch.ops.aten.topk.default,
-        torch.ops.aten.sort.default,
-        torch.ops.aten.sort.stable,
-        torch.ops.aten.max.dim,
-        torch.ops.aten.argmax.default,
-    )
-
-    def __init__(self, *, router_shapes: frozenset[tuple[int, int]], nums_experts: frozenset[int]) -> None:
-        self.router_shapes, self.nums_experts = router_shapes, nums_experts
-
-    def __contains__(self, call: tuple[Any, tuple[Any, ...]]) -> bool:
-        # By shape: a cast weight is another tensor. A stray match keeps a result too many, and it stays exact.
-        operation, args = call
-        if operation in self.PRODUCTS:
-            weight = args[2 if operation is torch.ops.aten.addmm.default else 1]
-            return tuple(weight.shape[-2:]) in self.router_shapes
-        return operation in self.PICKS and args[0].dim() > 1 and args[0].shape[-1] in self.nums_experts
-
-
-class _KeepRouting(OperationMode):
-    """The first pass: copies, because models scale and mask these results in place."""
-
-    def __init__(self, routing: _RoutingOps, results: list[Any]) -> None:
-        super().__init__()
-        self.routing, self.results = routing, results
-
-    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = operation(*args, **kwargs)
-        if (operation, args) in self.routing:
-            self.results.append(copy_tensors(result))
-        return result
-
-
-class _ReplayRouting(OperationMode):
-    """A replay: the same operations in the same order, their results those of the first pass."""
-
-    def __init__(self, routing: _RoutingOps, results: list[Any]) -> None:
-        super().__init__()
-        self.routing, self.results = routing, iter(results)
-
-    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (operation, args) not in self.routing:
-            return operation(*args, **kwargs)
-        return copy_tensors(_next_kept(self.results, operation))
-
-
-def _next_kept(results: Iterator[Any], operation: Any) -> Any:
-    result = next(results, None)
-    if result is None:
-        raise RuntimeError(
-            f"A recompute routed more often than the first pass did ({operation}): a block's forward must do the same "
-            "work whenever it gets the same input. Make it so, or set recompute='none'."
-        )
-    return result
-
-
-def _refuse_own_checkpointing(root: nn.Module) -> None:
+def _refuse_own_checkpointing(root: nn.Module, recompute: Recompute) -> None:
     for name, module in root.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"{name or type(module).__name__} has gradient_checkpointing on and recompute is 'block': every block "
-                "would be computed three times. Call gradient_checkpointing_disable(), or set recompute='none'."
+                f"{name or type(module).__name__} has gradient_checkpointing on and recompute is {recompute!r}: every "
+                "block would be computed three times. Call gradient_checkpointing_disable(), or set recompute='none'."
             )
 
 
@@ -297,13 +268,6 @@ def _keep_no_cache(root: nn.Module) -> None:
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True and hasattr(module, "gradient_checkpointing_enable"):
             config.use_cache = False  # type: ignore[union-attr]
-
-
-def _generators() -> list[torch.Generator]:
-    """Those a block may draw from: the CPU's, and the current GPU's once CUDA is in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _num_experts(experts: nn.Module) -> int:

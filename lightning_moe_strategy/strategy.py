@@ -4,9 +4,10 @@ The methods stand in the order in which a Trainer calls them.
 """
 
 import atexit
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,40 +23,47 @@ from lightning_moe_strategy._lightning_compat import (
     Trainer,
     TrainerFn,
     add_callbacks,
+    check_precision_first,
+    hand_over_weights_only,
     is_overridden,
     optimizers_to_device,
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_moe_strategy.added_options import kept_from_loading
 from lightning_moe_strategy.callbacks.balance import ExpertBalance
 from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
 from lightning_moe_strategy.callbacks.indexer_divergence import IndexerDivergence
 from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
 from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
 from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
+from lightning_moe_strategy.compiled_blocks import CompileBlocks, require_compile_options
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.context_parallel.indexers import IndexerLoss
 from lightning_moe_strategy.context_parallel.scope import ContextParallel
+from lightning_moe_strategy.data_agreement import DataAgreement
 from lightning_moe_strategy.expert_parallel.balance import Balance, BalanceOptions, biases_as_buffers
 from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
 from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
 from lightning_moe_strategy.logged_means import LoggedMeans
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
+from lightning_moe_strategy.optimizers.vouched import unvouched
 from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of, require_same_settings
-from lightning_moe_strategy.precision import MeshPrecision
+from lightning_moe_strategy.precision import MeshPrecision, precision_name
 from lightning_moe_strategy.recompute import Recompute
+from lightning_moe_strategy.sharded_state import remember_path, save_states, take_states
+from lightning_moe_strategy.stale_parameters import hand_over_parameters
 from lightning_moe_strategy.summed_gradients import GradientSync, SummedGradients
 from lightning_moe_strategy.token_mean import LossReduction, TokenMean
-
-BatchTransform = Callable[[Any, str], Any]
-"""A function of (batch, stage) that returns the batch the user's step gets."""
+from lightning_moe_strategy.trainer_limits import check_trainer
+from lightning_moe_strategy.whole_scalars import whole_scalars_by_hand
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
 
 
-class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
+class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
     """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
 
     Args:
@@ -73,14 +81,20 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         gradient_sync: with ``accumulate_grad_batches``, ``"micro_batch"`` reduces every micro-batch's gradients to
             shards; ``"step"`` reduces once, and keeps whole FP32 gradients until then (how much is said at the start).
         recompute: ``"block"`` keeps every block's input, routing and selected keys, and computes the rest again;
-            ``"none"`` keeps all.
+            ``"selective"`` keeps the output of the attention too, and runs no attention kernel twice: ``2 V + 4`` bytes
+            a token, head and layer more (V channels of its output). ``"none"`` keeps all.
+        fp32_norms: under ``precision="bf16-mixed"``, gather norms and compute them in FP32. Each becomes a unit of its
+            own: two gathers and a reduction of some KB more for each, mostly latency, and as many casts of its input.
+        compile_blocks: ``torch.compile`` each block, True or a dict of its arguments; names of parameters stay as they
+            are. Sparse layers (router, experts, their exchange) stay eager. Not for sparse attention (DSA).
         ep_chunks: how many parts of a layer's tokens go through its experts one after the other, each computed again
             in its backward pass. ``"none"`` all at once; a number C bounds the rows in memory to 1 / C of what the
             worst routing can bring; ``"adaptive"`` takes as many as a layer's routing needs, one when it is even.
         ep_chunk_bytes: of expert rows in memory on any rank. ``"adaptive"`` stays below (None: 1.5 times the rows of
             even routing, and at least 0.27 GB); the others raise where a layer needs more (None: they never do).
         dispatcher: what brings tokens to their experts: ``"all_to_all"`` (``"auto"``, where ep > 1), ``"all_gather"``,
-            whose shapes do not depend on the routing, or a name that ``register_dispatcher`` knows.
+            whose shapes do not depend on the routing, ``"symm_mem"``, which writes into the memory of other GPUs over
+            NVLink (run on CPUs so far), or a name that ``register_dispatcher`` knows.
         indexer_loss_weight: above 0, the indexers of sparse attention (DSA) are trained, and only by this: the
             divergence of their scores from the attention to the keys they chose (DeepSeek-V3.2, sparse training), in
             each layer that has one. The loss stays as it is; ``indexer_kl`` is logged. Hugging Face models then
@@ -104,6 +118,8 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
     """
 
     strategy_name = "fsdp_cp_ep"
+    weights_only: bool | None = None
+    """As ``trainer.fit`` and the like were told."""
 
     def __init__(
         self,
@@ -119,6 +135,8 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         loss_reduction: LossReduction = "mean",
         gradient_sync: GradientSync = "micro_batch",
         recompute: Recompute = "none",
+        fp32_norms: bool = False,
+        compile_blocks: CompileBlocks = False,
         ep_chunks: EPChunks = "none",
         ep_chunk_bytes: int | None = None,
         dispatcher: str = "auto",
@@ -143,6 +161,7 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         )
         _require_popen(start_method)
         self._recompute: Recompute = _one_of("recompute", recompute, Recompute)
+        self._compile_options = require_compile_options(compile_blocks)
         require_dispatcher(dispatcher, balance=balance)
         self._dispatcher = dispatcher
         self._chunking = Chunking(chunks=ep_chunks, max_bytes=ep_chunk_bytes)
@@ -161,9 +180,8 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
             d_rep=d_rep, fsdp=fsdp, cp=cp, e_rep=e_rep, e_fsdp=e_fsdp, ep=ep, cp_inter=cp_inter, nvl=nvl
         )
         self._mesh_timeout = timeout
-        self._error_if_nonfinite = error_if_nonfinite
+        self._error_if_nonfinite, self._fp32_norms = error_if_nonfinite, fp32_norms
         self._init_seed = init_seed
-        self._batch_transforms: list[BatchTransform] = []
         self._gradient_sync = _one_of("gradient_sync", gradient_sync, GradientSync)
         self._token_mean = TokenMean(loss_reduction)
         self.micro_batch = MicroBatch(num_tokens=0, num_loss_tokens=None)
@@ -178,11 +196,12 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Lightning builds an autocast plugin from ``Trainer(precision=...)``; keep its name, use the mesh's."""
-        self._precision_plugin = plugin and MeshPrecision(
-            str(plugin.precision),  # type: ignore[arg-type]
+        self._precision_plugin = plugin and MeshPrecision.taken_from(
+            plugin,
             loss_to_backward=self._weigh_loss,
             before_clipping=self._mean_over_tokens,
             error_if_nonfinite=self._error_if_nonfinite,
+            fp32_norms=self._fp32_norms,
         )
 
     def _configure_launcher(self) -> None:
@@ -206,6 +225,7 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
                 add_callbacks(trainer, [self._balance])
 
     def setup_environment(self) -> None:
+        check_trainer(self._trainer, cp=self._requested_dims.cp, saves_directories=self._save_distributed_checkpoint)
         # Not ModelParallelStrategy's: it would build a (data_parallel, tensor_parallel) mesh.
         ParallelStrategy.setup_environment(self)
         is_ours = not dist.is_initialized()
@@ -231,10 +251,18 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.model is not None
+        hand_over_parameters(self.model, self.optimizers)
+        for sentence in unvouched(self.optimizers):
+            rank_zero_warn(sentence)
+
     def _place(self, model: nn.Module, trainer: Trainer) -> None:
         placement, precision = self.placement, self.precision_plugin
         assert isinstance(model, LightningModule) and isinstance(precision, MeshPrecision)
         placement.precision, placement.settings = str(precision.precision), self._settings()
+        placement.fp32_norms = precision.fp32_norms
         placement.experts = find_experts(model)
         placement.dims = self._resolve_dims(num_experts=common_num_experts(placement.experts))
         require_experts(model, placement.dims.ep)
@@ -242,6 +270,8 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         if self._balance_options.is_on:
             biases_as_buffers(model, placement.experts, required=self._balance_options.balance == "bias")
         precision.convert_module(model)
+        if self._layer_sync is not None:
+            self._layer_sync.apply(model)
         place(
             model,
             placement,
@@ -263,6 +293,8 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
             "degrees": self._requested_dims,
             "precision": str(self.precision_plugin.precision),
             "recompute": self._recompute,
+            "fp32_norms": self._fp32_norms,
+            "compile_blocks": self._compile_options,
             "ep_chunks": self._chunking.chunks,
             "ep_chunk_bytes": self._chunking.max_bytes,
             "dispatcher": self._dispatcher,
@@ -275,21 +307,9 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
         for warning in dims.warnings():
             rank_zero_warn(warning)
 
-    def register_batch_transform(self, transform: BatchTransform) -> None:
-        """Apply ``transform(batch, stage)`` to every batch, after the user's own transfer hooks."""
-        if transform not in self._batch_transforms:
-            self._batch_transforms.append(transform)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        assert self.lightning_module is not None
-        stage = self.lightning_module.trainer.state.stage
-        for transform in self._batch_transforms:
-            batch = transform(batch, stage.value if stage is not None else "train")
-        return batch
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step("train"):
+        assert self.lightning_module is not None
+        with self._step("train"), whole_scalars_by_hand(self.lightning_module):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -327,10 +347,23 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
             dense=dense,
             context_parallel=context_parallel,
             recompute=self._recompute,
+            compile_options=self._compile_options,
             chunking=self._chunking,
             dispatcher=self._dispatcher,
             max_imbalance=self._balance_options.redundancy,
         )
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        is_one_file = not self._save_distributed_checkpoint
+        states = take_states(checkpoint, as_whole_on=0 if is_one_file else None, rank=self.global_rank)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        save_states(states, Path(self.broadcast(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        with kept_from_loading(self.optimizers, path):
+            checkpoint = super().load_checkpoint(path, self.weights_only if weights_only is None else weights_only)
+        return remember_path(checkpoint, path)
 
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may wait in a collective this one will never join: end now, do not wait for them.
@@ -340,6 +373,10 @@ class FSDPCPEPStrategy(SummedGradients, LoggedMeans):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: ``_autoload`` registers the name without importing this module."""
+
+
+check_precision_first(FSDPCPEPStrategy, precision_name)
+hand_over_weights_only(FSDPCPEPStrategy)
 
 
 def _one_of(name: str, value: Any, choices: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_moe_strategy._torch_compat import OperationMode, tensors_in
 from lightning_moe_strategy.collectives import AnyGroup, TwoStepGroup, all_gather_in_steps
+from lightning_moe_strategy.units import sparse_layer_of
 
 _PICKS = {torch.ops.aten.topk.default: 2, torch.ops.aten.max.dim: 1}
 """Operations that pick, and which of their arguments is the dim."""
@@ -117,7 +118,7 @@ class RoutingWatch:
     """
 
     def __init__(self, root: nn.Module, experts: Mapping[str, nn.Module], places: TokenPlaces) -> None:
-        names = {name.rpartition(".")[0] for name in experts}
+        names = {sparse_layer_of(name) for name in experts}
         self.sparse_layers = {name: root.get_submodule(name) for name in names}
         groups = (getattr(m, name, 1) for layer in self.sparse_layers.values() for m in layer.modules()
                   for name in _GROUPS_OF_EXPERTS)  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-UnitKind = Literal["block", "experts", "router", "outer", "rest"]
+UnitKind = Literal["block", "experts", "router", "norm", "outer", "rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,9 @@ class Unit:
         return self.name.count(".") + bool(self.name)
 
 
-def plan_units(root: nn.Module, experts: Mapping[str, nn.Module], *, separate_routers: bool) -> tuple[Unit, ...]:
+def plan_units(
+    root: nn.Module, experts: Mapping[str, nn.Module], *, separate_routers: bool, separate_norms: bool = False
+) -> tuple[Unit, ...]:
     """Every unit of ``root`` in the order of ``named_modules`` (a parent before its children), the root included.
 
     A weight that several modules share (tied embeddings) belongs to the unit of their closest common parent, and
@@ -48,6 +50,8 @@ def plan_units(root: nn.Module, experts: Mapping[str, nn.Module], *, separate_ro
     kinds |= {name: "experts" for name in experts}
     if separate_routers:
         kinds |= {name: "router" for name in find_routers(root, experts)}
+    if separate_norms:
+        kinds |= {name: "norm" for name in find_norms(root) if kinds.get(name, "outer") == "outer"}
     kinds |= {name: "rest" for name in _owners_of_loose_parameters(root, kinds)}
     kinds[""] = "rest"
     return tuple(
@@ -80,14 +84,32 @@ def find_routers(root: nn.Module, experts: Mapping[str, nn.Module]) -> dict[str,
     modules = dict(root.named_modules())
     routers = {}
     for experts_name, experts_module in experts.items():
-        parent_name = experts_name.rpartition(".")[0]
+        parent_name = sparse_layer_of(experts_name)
         for child_name, child in modules[parent_name].named_children():
             shapes = [parameter.shape for parameter in child.parameters()]
-            if child is experts_module or not shapes:
+            if experts_module in child.modules() or not shapes:
                 continue
             if all(len(shape) and shape[0] == experts_module.num_experts for shape in shapes):
                 routers[f"{parent_name}.{child_name}" if parent_name else child_name] = child
     return routers
+
+
+def find_norms(root: nn.Module) -> dict[str, nn.Module]:
+    """Modules without children whose class is called a norm and whose parameters are vectors."""
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and not _has_children(module)
+        and _has_parameters(module)
+        and all(parameter.dim() == 1 for parameter in module.parameters())
+    }
+
+
+def sparse_layer_of(experts_name: str) -> str:
+    """Name of the module that holds an experts module and its router. PEFT's wrappers around experts are no layers."""
+    parent = experts_name.rpartition(".")[0]
+    return sparse_layer_of(parent) if experts_name.rpartition(".")[2] == "base_layer" else parent
 
 
 def _outer_names(module: nn.Module, name: str, blocks: Mapping[str, nn.Module]) -> list[str]:

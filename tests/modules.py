@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from tests.flavour import LightningModule
 
 VOCABULARY = 61
 IGNORED = -100

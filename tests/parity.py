@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
+from tests.flavour import Callback, LightningDataModule, LightningModule, Trainer
 
 QUIET: dict[str, Any] = dict(
     logger=False,

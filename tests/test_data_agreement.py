@@ -12,11 +12,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
@@ -24,10 +22,11 @@ from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 from lightning_moe_strategy.agreed_loader import AgreedLoader, own_loader
 from lightning_moe_strategy.host_agreement import _gloo_beside as gloo_beside
 from lightning_moe_strategy.host_agreement import host_group, raise_together
+from tests.flavour import L
 from tests.modules import PlainLanguageModel, RandomTokens
 from tests.parity import QUIET, whole
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger(L.__name__).setLevel(logging.ERROR)
 
 CP2: dict[str, Any] = dict(fsdp=2, cp=2, e_fsdp=2, ep=2)
 WHOLE: dict[str, Any] = dict(fsdp=4, cp=1, e_fsdp=1, ep=4)
@@ -176,7 +175,7 @@ def uneven(kind: str, stage: str, share: Share) -> Any:
     loader = DataLoader(samples, **options)
     if kind.startswith("combined"):
         other = DataLoader(Subset(Numbered(8, LENGTH), range(batch_size * (1 + share["rank"]))), batch_size)
-        return CombinedLoader({"a": loader, "b": other}, kind.split()[1])
+        return L.utilities.CombinedLoader({"a": loader, "b": other}, kind.split()[1])
     return loader
 
 

@@ -59,7 +59,8 @@ def test_names_make_the_dispatchers_they_say(ranks2: Any):
     [
         (
             "all2all",
-            r"dispatcher\('all2all'\) is not known\. Choose among 'auto', 'local', 'all_to_all', 'all_gather', 'symm_mem'",
+            r"dispatcher\('all2all'\) is not known\. Choose among "
+            r"'auto', 'local', 'all_to_all', 'all_gather', 'symm_mem'",
         ),
         ("deepep", r"dispatcher\('deepep'\) is not offered: it needs GPUs on NVLink.*not been tested"),
         ("moonep", r"dispatcher\('moonep'\) is not offered: it needs GPUs on NVLink.*not been tested"),

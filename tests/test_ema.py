@@ -4,16 +4,15 @@ import warnings
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_moe_strategy import FSDPCPEPStrategy, ShardedEMA, ZigZagContextParallel
 from lightning_moe_strategy.sharding import local_tensor
+from tests.flavour import L
 from tests.modules import PlainLanguageModel, loader
 from tests.parity import LAYOUTS_OF_4, QUIET, fit, whole
 
@@ -93,7 +92,9 @@ def lightnings_own() -> Weights:
     """One process, no strategy."""
     torch.manual_seed(0)
     model = PlainLanguageModel()
-    callback = EMAWeightAveraging(decay=DECAY, update_every_n_steps=2, update_starting_at_step=1, use_buffers=False)
+    callback = L.callbacks.EMAWeightAveraging(
+        decay=DECAY, update_every_n_steps=2, update_starting_at_step=1, use_buffers=False
+    )
     trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=NUM_STEPS, callbacks=[callback], **QUIET)
     trainer.fit(model, batches(1))
     return gathered(model.named_parameters())  # at the end of training it leaves the averages there
@@ -162,7 +163,7 @@ def resumed(degrees: dict[str, int], path: str, *, max_steps: int = NUM_STEPS + 
 
 
 def saved(degrees: dict[str, int], path: str, **options: Any) -> dict[str, Any]:
-    checkpoint = ModelCheckpoint(path, save_last=True, every_n_train_steps=3, filename="{step}")
+    checkpoint = L.callbacks.ModelCheckpoint(path, save_last=True, every_n_train_steps=3, filename="{step}")
     ema = ShardedEMA(DECAY, use_buffers=True)
     return averaged(degrees, WithBuffer, ema=ema, callbacks=(checkpoint,), enable_checkpointing=True, **options)
 
@@ -278,7 +279,7 @@ def validated_with_buffer(degrees: dict[str, int], path: str) -> Weights:
 
 
 def refused(kind: str) -> str:
-    callback = EMAWeightAveraging() if kind == "ema" else StochasticWeightAveraging(swa_lrs=0.1)
+    callback = L.callbacks.EMAWeightAveraging() if kind == "ema" else L.callbacks.StochasticWeightAveraging(swa_lrs=0.1)
     with pytest.raises(ValueError, match="ShardedEMA") as error:
         fit({}, PlainLanguageModel, batches, shift="module", callbacks=(callback,))
     return str(error.value)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from lightning_moe_strategy.callbacks.expert_load_report import (
 )
 from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
 from lightning_moe_strategy.expert_parallel.experts import attach, find_experts, routing_observers
+from lightning_moe_strategy.expert_parallel.redundancy import plan_redundancy
+from lightning_moe_strategy.expert_parallel.redundant import Tally
 from lightning_moe_strategy.models.moe import Experts
 
 NUM_EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 8, 16
@@ -286,6 +289,34 @@ def test_table_shows_the_worst_layers_in_the_order_of_the_model():
     assert "16 worst of 40" in table.title
     names = list(table.columns[0].cells)
     assert names == [f"layers.{i}.experts" for i in range(24, 40)] + ["mean"]
+
+
+def test_ranks_that_share_their_experts_take_the_mean_load_of_their_group():
+    layer = LayerLoad(name="experts", tokens_E=torch.tensor([8, 0, 2, 2, 1, 1, 1, 1]), ep=8)
+    assert [layer.grouped_skew(etp) for etp in (2, 4, 8)] == [2.0, 1.5, 1.0]
+    assert layer.rank_skew == 4.0 >= layer.grouped_skew(2)  # never higher: seed, "TP"
+    assert summarize([layer])["rank_skew_etp4"] == 1.5
+    assert LayerLoad(name="experts", tokens_E=torch.zeros(8, dtype=torch.int64), ep=8).grouped_skew(2) == 1.0
+
+
+def test_the_table_says_what_etp_would_do_and_cost_beside_what_was_moved():
+    layers = layer_loads({"a": torch.tensor([8, 0, 2, 2, 1, 1, 1, 1]), "b": torch.ones(8)}, ep=4)
+    table = load_table(layers, caption="Experts moved: 3.")
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["skew of ep=4"] == ["2.00", "1.00", "1.50"]
+    assert columns["etp=2"] == ["1.50", "1.00", "1.25"] and columns["etp=4"] == ["1.00"] * 3 and "etp=8" not in columns
+    moved, price = str(table.caption).split("\n")
+    assert moved == "Experts moved: 3." and "2, 4 times the traffic of ep and the rows in memory" in price
+    assert "etp=2" not in {str(column.header) for column in load_table(layer_loads({"a": torch.ones(3)}, ep=3)).columns}
+
+
+def test_a_tally_adds_up_what_groups_of_ranks_would_have_had():
+    """Of every plan by itself: two that are each skewed to another rank are not even together."""
+    tally = Tally()
+    for counts in ([[8, 0, 2, 2]], [[0, 8, 2, 2]]):
+        tally.add(plan_redundancy(np.array(counts), 4))
+    assert (tally.busiest_before, tally.busiest_etp2, tally.busiest_etp4, tally.busiest_etp8) == (16, 8, 6, 0)
+    assert tally.busiest_after == 6
 
 
 @pytest.mark.parametrize(

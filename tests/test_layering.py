@@ -18,11 +18,15 @@ FLOORS = {
     **dict.fromkeys(("strategy", "precision", "callbacks", "_lightning_compat"), 4),
     **dict.fromkeys(("placed_strategy", "summed_gradients", "logged_means", "rehearsal", "verification"), 4),
     **dict.fromkeys(("models.lightning_module", "models.data"), 4),
+    **dict.fromkeys(("data_agreement", "agreed_loader", "trainer_limits"), 4),
     **dict.fromkeys(("sharding", "initialization", "placement", "token_mean", "units", "recompute", "simulate"), 3),
     **dict.fromkeys(("simulation", "prefetch_order", "token_watch", "comparison"), 3),
-    **dict.fromkeys(("context_parallel", "expert_parallel", "checkpoint"), 3),
+    **dict.fromkeys(("whole_scalars", "stale_parameters"), 3),
+    **dict.fromkeys(("recomputed_operations", "compiled_blocks"), 3),
+    **dict.fromkeys(("optimizers", "sharded_state", "added_options"), 3),
+    **dict.fromkeys(("context_parallel", "expert_parallel", "checkpoint", "shared_samples"), 3),
     **dict.fromkeys(("models",), 2),
-    **dict.fromkeys(("mesh", "parallel_dims", "collectives", "plan", "_torch_compat"), 1),
+    **dict.fromkeys(("mesh", "parallel_dims", "collectives", "host_agreement", "plan", "_torch_compat"), 1),
     **dict.fromkeys(("kernels", "_autoload"), 0),
 }
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

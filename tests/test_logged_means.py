@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.flavour import L
 from tests.modules import IGNORED, PlainLanguageModel, RandomTokens
 from tests.parity import LAYOUTS_OF_4, QUIET, fit
 
@@ -121,11 +120,12 @@ def stopped(degrees: dict[str, int], folder: str) -> tuple[int, str]:
     from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 
     torch.manual_seed(0)
-    best = ModelCheckpoint(folder, monitor="val", filename="{epoch}-{val:.3f}")
+    best = L.callbacks.ModelCheckpoint(folder, monitor="val", filename="{epoch}-{val:.3f}")
     options: dict[str, Any] = QUIET | dict(max_epochs=6, use_distributed_sampler=False, enable_checkpointing=True)
     trainer = L.Trainer(
         accelerator="cpu", devices=4, strategy=FSDPCPEPStrategy(**degrees),
-        callbacks=[best, EarlyStopping("val", patience=0), ZigZagContextParallel(shift="module")], **options,
+        callbacks=[best, L.callbacks.EarlyStopping("val", patience=0), ZigZagContextParallel(shift="module")],
+        **options,
     )  # fmt: skip
     trainer.fit(Worsening(), datamodule=Validated(degrees.get("fsdp", 1)))
     return trainer.current_epoch, best.best_model_path

@@ -25,6 +25,7 @@ FAST = {
     "qwen-8": QWEN_ON_8,
     "qwen-64-kept": dataclasses.replace(QWEN_ON_64, recompute="none"),
     "glm-nvl72": GLM_NVL72,
+    "qwen-64-selective": dataclasses.replace(QWEN_ON_64, recompute="selective"),
     "qwen-8-kept-chunks": dataclasses.replace(QWEN_ON_8, recompute="none", ep_chunks=4),
 }
 LAYOUTS = {
@@ -46,6 +47,8 @@ SHALLOW = {f"{name}-worst": dataclasses.replace(case, routing="worst") for name,
     "glm-nvl72-worst-chunks": dataclasses.replace(GLM_NVL72, routing="worst", ep_chunks="adaptive"),
     "deepseek-kept": dataclasses.replace(DEEPSEEK, recompute="none"),
     "glm-nvl8-kept": dataclasses.replace(GLM_NVL8, recompute="none"),
+    "glm-nvl72-selective": dataclasses.replace(GLM_NVL72, recompute="selective"),
+    "deepseek-selective": dataclasses.replace(DEEPSEEK, recompute="selective"),
 }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_moe_strategy import FSDPCPEPStrategy, summed_gradients
+from tests.flavour import L
 from tests.modules import IGNORED, VOCABULARY, PlainLanguageModel, loader
 from tests.parity import LAYOUTS_OF_4, QUIET, fit, reference, whole, worst_difference
 

@@ -6,15 +6,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_moe_strategy import ExpertLoadMonitor, FSDPCPEPStrategy, ZigZagContextParallel
+from tests.flavour import L
 from tests.modules import (
     IGNORED,
     VOCABULARY,
@@ -28,7 +27,7 @@ from tests.parity import LAYOUTS_OF_4, QUIET, fit, reference, whole, worst_diffe
 TOLERANCE = 2e-6
 """Relative, FP32: sums over ranks come in another order (measured up to 9e-7)."""
 
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger(L.__name__).setLevel(logging.ERROR)
 
 NUM_SAMPLES, LENGTH = 8, 24
 
@@ -361,7 +360,7 @@ def fit_then_validate(degrees: dict[str, int], directory: str) -> dict[str, Any]
         shift="module",
         max_steps=2,
         enable_checkpointing=True,
-        callbacks=(ModelCheckpoint(directory, save_last=True, every_n_train_steps=1, filename="{step}"),),
+        callbacks=(L.callbacks.ModelCheckpoint(directory, save_last=True, every_n_train_steps=1, filename="{step}"),),
         max_epochs=2,
     )
     again = trainer.validate(model, batches(2), verbose=False)[0]["val_loss"]

@@ -4,7 +4,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -15,6 +14,7 @@ from lightning_moe_strategy.callbacks.phase_clock import PhaseClock
 from lightning_moe_strategy.models.lightning_module import MoELanguageModel
 from lightning_moe_strategy.plan.model_files import from_sizes
 from lightning_moe_strategy.plan.time import model_flops_per_token
+from tests.flavour import L
 from tests.modules import RandomTokens
 from tests.parity import LAYOUTS_OF_4, fit
 

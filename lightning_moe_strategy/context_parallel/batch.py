@@ -279,6 +279,20 @@ def refuse_what_cannot_be_split(
     share_out(layout, documents, fields.num_tokens, degree)
 
 
+def refuse_labels_of_whole_sequences(
+    items: Mapping[Key, Any], fields: SequenceFields, *, degree: int, module: str
+) -> None:
+    """ValueError for labels that are no token's: what is computed from a part of a sequence is not its label."""
+    labels = None if fields.labels_key is None else items[fields.labels_key]
+    if labels is None or labels.shape[:2] == (fields.batch_size, fields.num_tokens):
+        return
+    raise ValueError(
+        f"{module} trains on {fields.labels_key!r} {tuple(labels.shape)}, which are not one per token of "
+        f"{(fields.batch_size, fields.num_tokens)}. With cp({degree}) > 1 a rank holds a part of every sequence, and "
+        "would predict from that part what belongs to the whole. Choose cp=1; fsdp and ep work as they are."
+    )
+
+
 def _refuse_mask(
     mask_BS: Tensor, items: Mapping[Key, Any], fields: SequenceFields, shift: Shift, ignore_index: int
 ) -> None:

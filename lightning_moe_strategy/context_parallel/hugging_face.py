@@ -125,7 +125,8 @@ class _Inputs:
         if "position_ids" in self.names:
             inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
             self.cp.note_positions()
-        if inputs.get("labels") is not None and inputs.get("shift_labels") is None and self.cp.degree > 1:
+        is_shifted = sequence.shift_labels_BL is not None and inputs.get("labels") is not None
+        if is_shifted and inputs.get("shift_labels") is None and self.cp.degree > 1:
             inputs["shift_labels"] = sequence.shift_labels_BL
         return (), inputs
 

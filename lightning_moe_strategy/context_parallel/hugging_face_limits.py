@@ -14,7 +14,7 @@ from transformers.modeling_layers import MtpModel
 
 from lightning_moe_strategy.context_parallel.hugging_face_linear import is_linear_attention
 from lightning_moe_strategy.context_parallel.hugging_face_sparse import is_sparse_attention
-from lightning_moe_strategy.context_parallel.scope import LocalSequence
+from lightning_moe_strategy.context_parallel.scope import LOSSES_WITHOUT_SHIFT, LocalSequence
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT
 
 _AUX_LOSS_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
@@ -65,7 +65,8 @@ def refuse_inputs(model: nn.Module, inputs: Mapping[str, Any], sequence: LocalSe
             f"{where} was given an attention_mask of its own making. Put the mask into the batch, as "
             "'attention_mask' [batch, tokens], so that it is checked on the whole sequence before it is split."
         )
-    if inputs.get("labels") is not None and inputs.get("shift_labels") is None and sequence.shift != "model":
+    shifts = inputs.get("labels") is not None and getattr(model, "loss_type", None) not in LOSSES_WITHOUT_SHIFT
+    if shifts and inputs.get("shift_labels") is None and sequence.shift != "model":
         raise ValueError(
             f"{where} was given labels, which it shifts inside its forward, but the batch was split for "
             f"shift={sequence.shift!r}. Say ZigZagContextParallel(shift='model'), or compute the loss yourself."

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.ahead import GatheredAhead
 from lightning_moe_strategy.context_parallel.attend import attend, attend_backward
+from lightning_moe_strategy.context_parallel.attended_once import attended_once
 from lightning_moe_strategy.context_parallel.compiled import KINDS, GraphCall, GraphKind, attend_in_graph
 from lightning_moe_strategy.context_parallel.gather import gathered_should_be_kept
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
@@ -141,13 +142,7 @@ class _AttendToLatents(torch.autograd.Function):
     ) -> Tensor:
         latents_BSM = call.gather(latents) if ahead is None else ahead.gathered().contiguous()
         weight_HUC = weight.view(query.shape[1], -1, weight.shape[1])
-        parts = [
-            _attend_with(query[:, heads], latents_BSM, weight_HUC[heads], call)
-            for heads in call.head_groups(latents_BSM, weight_HUC)
-        ]
-        out, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-        if sinks_H is not None:
-            out, lse = with_sinks(out, lse, sinks_H)
+        out, lse = attended_once(lambda: _attend_by_groups(query, latents_BSM, weight_HUC, sinks_H, call))
         ctx.is_gathered = gathered_should_be_kept()
         ctx.save_for_backward(query, latents_BSM if ctx.is_gathered else latents, weight, out, lse, sinks_H)
         ctx.call, ctx.way_back = call, None if ahead is None else ahead.way_back
@@ -189,6 +184,18 @@ def _value_channels(query: Tensor, latents: Tensor, weight: Tensor) -> int:
 
 
 KINDS["latents"] = GraphKind(_AttendToLatents, _arguments, _value_channels)
+
+
+def _attend_by_groups(
+    query_BHLX: Tensor, latents_BSM: Tensor, weight_HUC: Tensor, sinks_H: Tensor | None, call: _Call
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, L, V] and log-sum-exp [B, H, L]."""
+    parts = [
+        _attend_with(query_BHLX[:, heads], latents_BSM, weight_HUC[heads], call)
+        for heads in call.head_groups(latents_BSM, weight_HUC)
+    ]
+    out, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return (out, lse) if sinks_H is None else with_sinks(out, lse, sinks_H)
 
 
 # The keys and values of some heads live in these two functions and no longer: those of the next are expanded after.

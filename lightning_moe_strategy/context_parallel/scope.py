@@ -25,6 +25,9 @@ from lightning_moe_strategy.kernels.attention import AttentionKernelName
 Shift = Literal["model", "module", "none"]
 """Who shifts the labels by one token: the model inside its forward, the LightningModule, or nobody any more."""
 
+LOSSES_WITHOUT_SHIFT = frozenset({"ForTokenClassification", "ForMaskedLM"})
+"""Of transformers, by ``loss_type``: a label belongs to the token where it stands."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSequence:

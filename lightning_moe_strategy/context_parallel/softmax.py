@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.attend import attend, attend_backward
+from lightning_moe_strategy.context_parallel.attended_once import attended_once
 from lightning_moe_strategy.context_parallel.compiled import KINDS, GraphCall, GraphKind, attend_in_graph
 from lightning_moe_strategy.context_parallel.gather import (
     all_gather_natural,
@@ -183,9 +184,7 @@ class _Attend(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         key_all, value_all = keys.gather(key, 2), keys.gather(value, 2)
-        out, lse = attend(query, key_all, value_all, sight, scale)
-        if sinks_H is not None:
-            out, lse = with_sinks(out, lse, sinks_H)
+        out, lse = attended_once(lambda: _with_lse(query, key_all, value_all, sinks_H, sight, scale))
         ctx.is_gathered = gathered_should_be_kept()
         kept = (key_all, value_all) if ctx.is_gathered else (key, value)
         ctx.save_for_backward(query, *kept, out, lse, sinks_H)
@@ -203,6 +202,13 @@ class _Attend(torch.autograd.Function):
         grad_key, grad_value = (ctx.keys.reduce(grad, 2).to(query.dtype) for grad in partial)
         grad_sinks = None if sinks_H is None else sinks_gradient(grad_out, out, lse, sinks_H)
         return grad_query, grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _with_lse(
+    query: Tensor, key_all: Tensor, value_all: Tensor, sinks_H: Tensor | None, sight: Sight, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = attend(query, key_all, value_all, sight, scale)
+    return (out, lse) if sinks_H is None else with_sinks(out, lse, sinks_H)
 
 
 def _arguments(call: GraphCall) -> dict[str, Any]:
