@@ -154,9 +154,7 @@ def adapt_and_shard(
     if trains_indexers:
         train_indexers(module)
     if placement.compile_options is not None:
-        compile_blocks(
-            module, blocks, placement.experts, placement.compile_options, cp=placement.context_parallel
-        )
+        compile_blocks(module, blocks, placement.experts, placement.compile_options, cp=placement.context_parallel)
     if dims.cp > 1 or trains_indexers:
         adapt_attention(module, blocks, placement.context_parallel)
     placement.expert = expert = build_expert_meshes(dims, device.type, timeout)

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 
 from lightning_moe_strategy._autoload import FLAVOUR_VARIABLE
 
-ROOTS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+ROOTS = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
 FLAVOUR = os.environ.get(FLAVOUR_VARIABLE, "lightning")
 
 if TYPE_CHECKING:
+    import lightning.fabric as FABRIC
     import lightning.pytorch as L
 else:
-    L = importlib.import_module(ROOTS[FLAVOUR])
+    L, FABRIC = map(importlib.import_module, ROOTS[FLAVOUR])
 
 Callback, Trainer = L.Callback, L.Trainer
 LightningDataModule, LightningModule = L.LightningDataModule, L.LightningModule
