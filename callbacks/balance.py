@@ -48,7 +48,7 @@ class ExpertBalance(Callback):
             self._bias.before_backward()
         if self._losses is not None:
             strategy: Any = trainer.strategy
-            self._losses.before_backward(loss_weight(strategy.micro_batch))
+            self._losses.before_backward(loss_weight(strategy.micro_batch), is_mean=strategy.backward_is_of_mean)
 
     def after_optimizer_step(self) -> None:
         """Called by the strategy: no hook of a callback comes after a step, and a training batch may take several."""

@@ -259,6 +259,8 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
             rank_zero_warn(sentence)
 
     def _place(self, model: nn.Module, trainer: Trainer) -> None:
+        if self._indexer_loss is not None:
+            self.require_a_divided_step(f"indexer_loss_weight({self._indexer_loss.weight})")
         placement, precision = self.placement, self.precision_plugin
         assert isinstance(model, LightningModule) and isinstance(precision, MeshPrecision)
         placement.precision, placement.settings = str(precision.precision), self._settings()

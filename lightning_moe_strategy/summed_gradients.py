@@ -32,6 +32,20 @@ class SummedGradients(PlacedStrategy):
     _balance: ExpertBalance | None
     _is_plain_mean_said = False
 
+    @property
+    def backward_is_of_mean(self) -> bool:
+        """Whether each backward pass is of its micro-batch's mean, and not of a sum that the step divides."""
+        assert self.lightning_module is not None
+        return not self.lightning_module.automatic_optimization and self._token_mean.reduction == "mean"
+
+    def require_a_divided_step(self, setting: str) -> None:
+        """ValueError where nothing divides a step's gradient by its tokens, which ``setting`` relies on."""
+        if self.backward_is_of_mean:
+            raise ValueError(
+                f"{setting} needs automatic_optimization: its gradient is a sum over the tokens of a step, and where a "
+                "module optimizes by hand no step is divided by them. Let Lightning optimize, or leave it out."
+            )
+
     def say_price_of_sync(self) -> None:
         """What whole gradients take, where they wait for the last micro-batch of a step."""
         if self._gradient_sync == "micro_batch":

@@ -53,7 +53,7 @@ class TokenMean:
             self._micro_batches.append(micro_batch)
         return loss * loss_weight(micro_batch)
 
-    @torch.no_grad()  # with autograd on, each gradient's own part is a node of a graph, 40 us of the host
+    @torch.no_grad()  # with autograd on, each gradient's own part is a node of a graph: 7 us instead of 0.2
     def divide(self, gradients: Iterable[Tensor | None], device: torch.device) -> None:
         """Divide in place by the tokens of the step. Every rank calls it; the second call of a step does nothing."""
         if not self._micro_batches:

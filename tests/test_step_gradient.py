@@ -216,3 +216,16 @@ def test_losses_without_labels_per_token_are_averaged_and_that_is_said_once(rank
 def test_wrong_names_are_refused_with_the_known_ones(name, value):
     with pytest.raises(ValueError, match=rf"{name}\('{value}'\) must be"):
         FSDPCPEPStrategy(**{name: value})
+
+
+def error_of_fit(degrees: dict[str, Any]) -> str:
+    try:
+        fit(degrees, OwnAccumulation, many_batches, shift="module")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_of_indexers_is_refused_where_nothing_divides_the_step(ranks2):
+    for error in ranks2(error_of_fit, dict(fsdp=2, ep=1, indexer_loss_weight=0.5)):
+        assert error.startswith("indexer_loss_weight(0.5) needs automatic_optimization")

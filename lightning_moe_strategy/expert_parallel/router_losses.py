@@ -78,10 +78,11 @@ class RouterLosses:
     def end_micro_batch(self) -> None:
         self.micro_batch = None
 
-    def before_backward(self, num_loss_tokens: Tensor | int) -> None:
+    def before_backward(self, num_loss_tokens: Tensor | int, *, is_mean: bool = False) -> None:
         """Sum over ranks what routers counted since the last backward pass.
 
-        Every rank calls it. ``num_loss_tokens`` of this rank are the micro-batch's weight in the gradient of the step.
+        Every rank calls it. ``num_loss_tokens`` of this rank are the micro-batch's weight in the gradient of the step;
+        ``is_mean`` says that this backward pass is of a mean, which nothing divides by them afterwards.
         """
         calls, self.outstanding = self.outstanding, []
         if not calls:
@@ -95,8 +96,9 @@ class RouterLosses:
         if self.options.sequence_loss:
             parts = [torch.stack([call.counts_BE, call.probs_BE]) for call in calls]
             of_sequences = _summed(parts, [part.numel() for part in parts], self.cp_group)
+        weight = summed[0].clamp(max=1.0) if is_mean else summed[0]  # without a single token still nothing
         values = [
-            call.finish(self.options, summed[0], batch, sequences, self.cp_group.size())
+            call.finish(self.options, weight, batch, sequences, self.cp_group.size())
             for call, batch, sequences in zip(calls, of_calls, of_sequences, strict=True)
         ]
         sums = torch.cat([torch.stack(values).mean(0) * summed, summed])
