@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_moe_strategy.kernels.expert_mlp import expert_mlp
-from lightning_moe_strategy.kernels.outer_products import add_outer_products
+from lightning_moe_strategy.kernels.grouped_products import persistent_products
+from lightning_moe_strategy.kernels.outer_products import sum_outer_products
 from lightning_moe_strategy.kernels.peer_copy import Peers, put_copies, put_sums, signal, wait
 from lightning_moe_strategy.kernels.router import choose_experts
 from lightning_moe_strategy.kernels.routing import add_rows, gather_rows, sort_by_expert, spread_rows, sum_rows
@@ -308,15 +309,18 @@ def product_cases(given: Inputs, shape: Shape) -> Iterator[Case]:
     yield product("down", given.grad_RI, given.down_EDI.mT, 2 * weight)
     yield product("weight gradient of up", given.h_RH.t(), given.rows_RD, 4 * weight)
 
-    def accumulate(function: Any) -> Tensor:
-        accumulated_EHD = torch.zeros_like(given.gate_up_EHD, dtype=torch.float32)
-        function(given.h_RH, given.rows_RD, offsets_E, accumulated_EHD)
-        return accumulated_EHD
-
+    up = given.rows_RD.detach(), given.gate_up_EHD.detach().mT
     yield Case(
-        name="add_outer_products, with zeroing",
-        run=partial(accumulate, add_outer_products),
-        reference=partial(accumulate, add_outer_products.__wrapped__),  # type: ignore[attr-defined]
+        name="persistent_products, up",
+        run=partial(persistent_products, *up, offsets_E),
+        reference=partial(F.grouped_mm, *up, offs=offsets_E),
+        tolerance=1e-2,  # one rounding to BF16, of sums in two orders
+        num_flops=4 * weight * num_rows,
+    )
+    yield Case(
+        name="sum_outer_products, FP32",
+        run=partial(sum_outer_products, given.h_RH, given.rows_RD.detach(), offsets_E),
+        reference=partial(sum_outer_products.__wrapped__, given.h_RH, given.rows_RD.detach(), offsets_E),  # type: ignore[attr-defined]
         tolerance=1e-3,  # sums of thousands of products of size 1, in two orders
         num_flops=4 * weight * num_rows,
     )
