@@ -38,13 +38,8 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in model.named_buffers() if name.endswith(("_bias", "biases"))}
 
 
-def after_a_plain_loop(
-    make_model: Any, targets: str = "shift_labels", *, adds_means: bool = False
-) -> dict[str, Tensor]:
-    """Biases after an epoch whose last step has one micro-batch in place of three.
-
-    ``adds_means``: a step adds up what its micro-batches return, as a backward pass for each does.
-    """
+def after_a_plain_loop(make_model: Any, targets: str = "shift_labels") -> dict[str, Tensor]:
+    """Biases after an epoch whose last step has one micro-batch in place of three."""
     torch.manual_seed(0)
     model = make_model().train()
     model.log = lambda *args, **kwargs: None
@@ -61,12 +56,12 @@ def after_a_plain_loop(
         for ids in routed.values():
             ids[-1] = ids[-1][mask_T]
         labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-        losses.append(loss if adds_means else loss * (labels != -100).sum())
-        num_labels += 0 if adds_means else int((labels != -100).sum())
+        losses.append(loss * (labels != -100).sum())
+        num_labels += int((labels != -100).sum())
         if (index + 1) % ACCUMULATE and index + 1 < MICRO_BATCHES:
             continue
         optimizer.zero_grad()
-        (sum(losses) / max(num_labels, 1)).backward()
+        (sum(losses) / num_labels).backward()
         optimizer.step()
         losses, num_labels = [], 0
         for module, ids in routed.items():
