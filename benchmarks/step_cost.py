@@ -1,257 +1,412 @@
-"""What a step costs: CPU time of the strategy in a world of one against a hand-written loop, and CPU time and memory
-of a mixture-of-experts block against transformers on the same weights.
+"""What a training step costs: this strategy beside Lightning's own FSDP2 and transformers' own FSDP2 x EP.
 
-    python benchmarks/step_cost.py
+    python benchmarks/step_cost.py [--steps 8] [--json step_cost.json]
 
-Times are ``time.process_time`` of one thread, forward and backward, the candidates taking turns within one run, so a
-busy machine slows all of them alike. Bytes are storages that autograd keeps for the backward, weights excluded;
-they do not depend on the machine.
+On two gloo ranks, a qwen3_moe causal LM of Hugging Face with its own loss and AdamW, trained by
 
-Shapes: T tokens, D hidden size, I intermediate size.
+- this strategy, experts spread over both ranks (ep=2) or gathered as all other parameters are (ep=1);
+- Lightning's ``ModelParallelStrategy``, ``fully_shard`` on every block and the root in ``configure_model``;
+- transformers' ``DistributedConfig(fsdp_size=2, ep_size=2)``, in a loop written by hand: no Trainer to pay for.
+
+All start from the same weights and read the same batches; that they have the same losses is checked first. Each has
+two processes of its own, which wait for their turn: one step each per round, forwards and backwards, and a ratio is one
+of two times of the same round, so that a busy machine slows both.
+
+Time is process time of the slowest rank, one thread each, from step to step: loader, callbacks and what ranks agree on
+included. Peak bytes are those of all tensors of a step, parameters and optimizer state included, as operations below
+autograd make them; what an operation takes inside itself is not seen. They do not depend on the machine. Goals stand
+beside; one that is missed is said so. ``step_cost_alone.py`` compares a world of one with a loop written by hand.
 """
 
 import argparse
-import copy
+import json
 import logging
+import multiprocessing
 import os
 import platform
-import statistics
+import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
+import lightning
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 import transformers
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-from lightning_moe_strategy.expert_parallel.dispatch import LocalDispatcher
-from lightning_moe_strategy.expert_parallel.experts import attach
-from lightning_moe_strategy.models.config import ModelConfig
-from lightning_moe_strategy.models.lightning_module import MoELanguageModel
-from lightning_moe_strategy.models.loss import cross_entropy_sum
+from lightning_moe_strategy._torch_compat import OperationMode
+from lightning_moe_strategy.simulation.memory import MemoryWatch
+from lightning_moe_strategy.strategy import FSDPCPEPStrategy
 
-Step = Callable[[], Tensor]
-"""A forward; its result is what the backward starts from."""
+NUM_RANKS, SEQUENCES, VOCABULARY = 2, 2, 4096
+CHECKED_STEPS, TOLERANCE = 3, 1e-4
+"""Losses of so many steps are compared: AdamW has then used two gradients. Relative; FP32 is summed in other orders."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """The block all candidates compute."""
-
-    num_tokens: int = 1024
-    hidden: int = 256
-    intermediate: int = 128
-    num_experts: int = 32
-    top_k: int = 4
+OURS_EP2, OURS_EP1 = "this strategy, ep=2", "this strategy, ep=1"
+LIGHTNING, TRANSFORMERS = "Lightning, ModelParallel", "transformers, FSDP2 x EP"
+AT_MOST_SECONDS = 1.03
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Of one candidate."""
-
-    milliseconds: list[float]
-    """CPU time of every repeat."""
-    bytes_kept: int
-    """By autograd between forward and backward."""
+# What a rank does in turn
 
 
-def moe_block_costs(shape: BlockShape, dtype: torch.dtype, repeats: int) -> dict[str, Cost]:
-    """Forward and backward of one qwen3_moe block: transformers' two ways, ours, and the floor.
+Build = Callable[[], Qwen3MoeForCausalLM]
+Rows = list[dict[str, Tensor]]
 
-    The floor is one dense MLP of the same number of products: no routing, no small matrices.
-    """
+
+class Step(NamedTuple):
+    """Of one rank."""
+
+    seconds: float
+    loss: float
+    peak_bytes: int
+    """0 where it was not watched."""
+
+
+class Turns:
+    """One rank's steps: each waits until it is asked for, and is reported when the next one begins."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.loss: Tensor | None = None
+        self._pipe, self._start, self._peak = pipe, 0.0, PeakBytes()
+
+    def next(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+        """Begin a step; False when there are no more."""
+        seconds = time.process_time() - self._start
+        if self.loss is not None:
+            self._pipe.send((seconds, float(self.loss), self._peak.stop()))
+        asked = self._pipe.recv()
+        if asked == "watched step":
+            self._peak.start(module, optimizers)
+        self._start = time.process_time()
+        return bool(asked)
+
+
+class PeakBytes(OperationMode):
+    """Bytes of all tensors at the fullest moment between ``start`` and ``stop``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory, self._opened = MemoryWatch(), ExitStack()
+
+    def start(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._memory = MemoryWatch()
+        self._opened.enter_context(self._memory.opened())
+        self._opened.enter_context(self._memory.phase("forward"))
+        parameters = list(module.parameters())
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        self._memory.adopt(parameters, "parameters")
+        self._memory.adopt((parameter.grad for parameter in parameters), "gradients")
+        self._memory.adopt((x for state in states for x in state.values() if isinstance(x, Tensor)), "optimizer")
+        self._memory.adopt(module.buffers(), "other")
+        self._opened.enter_context(self)
+
+    def stop(self) -> int:
+        self._opened.close()
+        return max((peak.num_bytes for peak in self._memory.peaks.values()), default=0)
+
+    def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operation(*args, **kwargs)
+        self._memory.observe(operation, args, result)
+        return result
+
+
+# The candidates
+
+
+def qwen3_moe(layers: int, hidden: int) -> Qwen3MoeForCausalLM:
+    """Random weights, the same on every rank; transformers' grouped products, faster than its loop over experts."""
     torch.manual_seed(0)
-    block = _qwen3_moe_block(shape, dtype)
-    x_1TD = torch.randn(1, shape.num_tokens, shape.hidden).to(dtype).requires_grad_()
-    weights = tuple(block.parameters())
-
-    def with_implementation(name: str) -> Step:
-        def step() -> Tensor:
-            block.experts.config._experts_implementation = name
-            return block(x_1TD)
-
-        return step
-
-    def ours() -> Tensor:
-        undo = attach(block.experts, LocalDispatcher(shape.num_experts))
-        try:
-            return block(x_1TD)
-        finally:
-            undo()
-
-    def dense() -> Tensor:
-        rows_RD = x_1TD[0].repeat(shape.top_k, 1)
-        gate, up = F.linear(rows_RD, block.experts.gate_up_proj[0]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, block.experts.down_proj[0])
-
-    steps = {
-        "transformers eager": with_implementation("eager"),
-        "transformers grouped_mm": with_implementation("grouped_mm"),
-        "ours": ours,
-        "dense floor": dense,
-    }
-    times = interleaved_times(steps, (x_1TD, *weights), repeats)
-    return {name: Cost(milliseconds=times[name], bytes_kept=bytes_kept(step, weights)) for name, step in steps.items()}
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=hidden // 8, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=hidden // 2, norm_topk_prob=True, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).train()
+    model.set_experts_implementation("grouped_mm")
+    return model
 
 
-def interleaved_times(steps: dict[str, Step], leaves: tuple[Tensor, ...], repeats: int) -> dict[str, list[float]]:
-    """CPU milliseconds of forward and backward, every candidate once per round, after a round of warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    gradients: dict[str, Tensor] = {}
-    for round_number in range(repeats + 1):
-        for name, step in steps.items():
-            for leaf in leaves:
-                leaf.grad = None
-            start = time.process_time()
-            y = step()
-            y.backward(gradients.setdefault(name, torch.randn(y.shape).to(y.dtype)))
-            if round_number:
-                times[name].append(1e3 * (time.process_time() - start))
-    return times
+class Qwen3Moe(LightningModule):
+    """As its users write it."""
 
+    def __init__(self, turns: Turns, build: Build) -> None:
+        super().__init__()
+        self.turns, self.model = turns, build()
 
-def bytes_kept(step: Step, weights: tuple[Tensor, ...]) -> int:
-    """Bytes of the distinct storages autograd keeps after ``step``, the weights' aside."""
-    kept: dict[int, int] = {}
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return None if self.turns.next(self, self.trainer.optimizers) else -1
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = step()
-    for weight in weights:
-        kept.pop(weight.untyped_storage().data_ptr(), None)
-    del y
-    return sum(kept.values())
-
-
-def print_costs(title: str, costs: dict[str, Cost], unit: str) -> None:
-    """One line per candidate: min / median / max, its ratio to ``unit`` by the medians, and the bytes it keeps."""
-    print(title)
-    base = statistics.median(costs[unit].milliseconds)
-    for name, cost in costs.items():
-        low, middle, high = min(cost.milliseconds), statistics.median(cost.milliseconds), max(cost.milliseconds)
-        print(
-            f"  {name:<24} {low:7.1f} / {middle:7.1f} / {high:7.1f} ms   {middle / base:5.2f}x {unit}   "
-            f"keeps {cost.bytes_kept / 1e6:6.2f} MB = {cost.bytes_kept / costs[unit].bytes_kept:.2f}x"
-        )
-
-
-class AgainstPlainLoop(Callback):
-    """After every step of the Trainer, one step of a hand-written loop on a copy of the model and the same batch."""
-
-    def __init__(self, model: MoELanguageModel) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.trainer_ms: list[float] = []
-        self.loop_ms: list[float] = []
-        self.losses: list[tuple[float, float]] = []
-        self.last_end = 0.0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.last_end = time.process_time()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        # From the end of the step before: the loop, the loader and every callback included.
-        self.trainer_ms.append(1e3 * (time.process_time() - self.last_end))
-        start = time.process_time()
-        self.optimizer.zero_grad()
-        logits_TV = self.model.model(batch["input_ids"]).flatten(0, 1)
-        targets_T = batch["shift_labels"].flatten()
-        loss = cross_entropy_sum(logits_TV, targets_T) / len(targets_T)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.loop_ms.append(1e3 * (time.process_time() - start))
-        self.losses.append((float(outputs["loss"].detach()), float(loss.detach())))
-        self.last_end = time.process_time()
-
-
-class PlainAdamW(MoELanguageModel):
-    """With the loop's optimizer."""
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.turns.loss = loss.detach()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def strategy_costs(steps: int, strategy: str, sequences: int = 2) -> AgainstPlainLoop:
-    """The Trainer with ``strategy`` on one device and the plain loop, step by step in turn, from equal weights."""
-    config = ModelConfig.resolve(
-        {"preset": "tiny", "vocab_size": 4096, "hidden": 256, "layers": 4, "num_experts": 16, "top_k": 4}
-    )
-    torch.manual_seed(0)
-    model = PlainAdamW(config)
-    against = AgainstPlainLoop(copy.deepcopy(model))
-    tokens = torch.randint(4096, (sequences * steps, 513), generator=torch.Generator().manual_seed(1))
-    rows = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in tokens]
-    with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, gradient_clip_val=1.0, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[against],
-            default_root_dir=directory,
-        )  # fmt: skip
-        trainer.fit(model, DataLoader(rows, batch_size=sequences))
-    return against
+class FullySharded(Qwen3Moe):
+    """As ``ModelParallelStrategy`` asks for it."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for module in (*self.model.model.layers, self.model):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
 
-def print_strategy_costs(steps: int, warmup: int = 3) -> None:
-    # What the strategy adds (copies of weights and gradients) is per parameter: many tokens carry it.
-    for sequences in (2, 8):
-        for strategy in ("auto", "fsdp_cp_ep"):
-            against = strategy_costs(steps + warmup, strategy, sequences)
-            worst = max(abs(ours - loop) / loop for ours, loop in against.losses)
-            ratios = [ours / loop for ours, loop in zip(against.trainer_ms, against.loop_ms, strict=True)][warmup:]
-            print(f"Trainer(strategy={strategy!r}, devices=1) against a plain loop, {512 * sequences} tokens a step")
-            for name, times in (("Trainer", against.trainer_ms[warmup:]), ("plain loop", against.loop_ms[warmup:])):
-                print(f"  {name:<24} {min(times):7.1f} / {statistics.median(times):7.1f} / {max(times):7.1f} ms")
-            print(
-                f"  step by step {min(ratios):.3f} / {statistics.median(ratios):.3f} / {max(ratios):.3f}x, "
-                f"losses differ by {worst:.1e} at most"
-            )
+Train = Callable[[Turns, Build, Rows], None]
 
 
-def _qwen3_moe_block(shape: BlockShape, dtype: torch.dtype) -> nn.Module:
-    config = Qwen3MoeConfig(
-        hidden_size=shape.hidden,
-        moe_intermediate_size=shape.intermediate,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        norm_topk_prob=True,
-    )
-    config._experts_implementation = "eager"
-    block = Qwen3MoeSparseMoeBlock(config)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.05)
-    return block.to(dtype)
+def by_trainer(
+    turns: Turns,
+    build: Build,
+    rows: Rows,
+    strategy: Callable[[], Strategy],
+    kind: type[Qwen3Moe] = Qwen3Moe,
+) -> None:
+    quiet_trainer(NUM_RANKS, strategy(), use_distributed_sampler=False).fit(kind(turns, build), loader(rows))
+
+
+def by_transformers(turns: Turns, build: Build, rows: Rows) -> None:
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    config = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS)
+    _, mesh = initialize_distributed_mesh(config)
+    model = Qwen3MoeForCausalLM.maybe_distribute_model(build(), config, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in loader(rows):
+        if not turns.next(model, [optimizer]):
+            return
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.loss = loss.detach()
+
+
+def loader(rows: Rows) -> DataLoader[dict[str, Tensor]]:
+    """Of this rank's part."""
+    return DataLoader(rows[dist.get_rank() :: NUM_RANKS], batch_size=SEQUENCES)  # type: ignore[arg-type]
+
+
+CANDIDATES: dict[str, Train] = {
+    OURS_EP2: partial(by_trainer, strategy=partial(FSDPCPEPStrategy, fsdp=2, ep=2)),
+    OURS_EP1: partial(by_trainer, strategy=partial(FSDPCPEPStrategy, fsdp=2, ep=1)),
+    LIGHTNING: partial(
+        by_trainer,
+        strategy=partial(ModelParallelStrategy, data_parallel_size=NUM_RANKS, tensor_parallel_size=1),
+        kind=FullySharded,
+    ),
+    TRANSFORMERS: by_transformers,
+}
+
+
+def quiet_trainer(devices: int, strategy: str | Strategy, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+# Two ranks
+
+
+@dataclass
+class Figures:
+    """Of one candidate."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of every round, on its slowest rank."""
+    peak_bytes: int = 0
+    """0 where it was not watched."""
+
+
+class Ranks:
+    """A candidate's processes."""
+
+    def __init__(self, train: Train, build: Build, rows: Rows, folder: Path) -> None:
+        # Forked: they share what is imported, and eight imports of all this take longer than the steps.
+        context = multiprocessing.get_context("fork")
+        folder.mkdir()
+        self._pipes, self._processes = [], []
+        for rank in range(NUM_RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_rank, args=(rank, train, build, rows, folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def step(self, asked: str = "step") -> list[Step]:
+        """One on every rank. RuntimeError with the words of a rank that fails."""
+        for pipe in self._pipes:
+            pipe.send(asked)
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise RuntimeError(answer)
+        return [Step(*answer) for answer in answers]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def run_rank(rank: int, train: Train, build: Build, rows: Rows, folder: Path, pipe: Connection) -> None:
+    logging.disable(logging.WARNING)
+    os.chdir(folder)  # callbacks write their pictures here
+    # As torchrun would: a Trainer takes the process group that exists.
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "step_cost",
+    }  # fmt: skip
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+        train(Turns(pipe), build, rows)
+        raise RuntimeError("it ended before its last step")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def measure_ranks(build: Build, tokens: int, steps: int) -> dict[str, Figures]:
+    """Check the losses of all candidates, watch one step of each, and time ``steps`` in turn."""
+    num_rows = NUM_RANKS * SEQUENCES * (CHECKED_STEPS + 2 + steps + 1)  # one begins that is not asked for
+    ids = torch.randint(VOCABULARY, (num_rows, tokens), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    figures = {name: Figures() for name in CANDIDATES}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = {name: Ranks(train, build, rows, Path(folder, name)) for name, train in CANDIDATES.items()}
+        try:
+            checked = {name: [each.step() for _ in range(CHECKED_STEPS)] for name, each in ranks.items()}
+            require_equal_losses({name: [[x.loss for x in step] for step in found] for name, found in checked.items()})
+            for name, each in ranks.items():
+                figures[name].peak_bytes = max(step.peak_bytes for step in each.step("watched step"))
+                each.step()
+            for number in range(steps):
+                for name in list(ranks)[:: (-1) ** number]:
+                    figures[name].seconds.append(max(step.seconds for step in ranks[name].step()))
+        finally:
+            for each in ranks.values():
+                each.stop()
+    return figures
+
+
+def require_equal_losses(losses: Mapping[str, list[list[float]]]) -> None:
+    """By candidate, step and rank. An error where one is not that of Lightning's FSDP2."""
+    for name, steps in losses.items():
+        for number, (found, expected) in enumerate(zip(steps, losses[LIGHTNING], strict=True)):
+            worst = max(abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True))
+            if not worst < TOLERANCE:
+                raise RuntimeError(
+                    f"{name}: a loss of step {number} is off by {worst:.1e}; there is nothing to compare."
+                )
+
+
+# All
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A quotient of two candidates' figures, by name of the figure, and what its median may be at most."""
+
+    figure: str
+    numerator: str
+    denominator: str
+    at_most: float
+    min: float
+    median: float
+    max: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.median <= self.at_most
+
+
+def judged(figures: Mapping[str, Figures]) -> list[Goal]:
+    """Never slower than the better of the others, with less memory than each."""
+    others = (LIGHTNING, TRANSFORMERS)
+    better = min(others, key=lambda name: median(figures[name].seconds))
+    goals = []
+    for ours in (OURS_EP2, OURS_EP1):
+        goals.append(_goal(figures, "seconds", ours, better, AT_MOST_SECONDS))
+        goals += [_goal(figures, "peak_bytes", ours, other, 1.0) for other in others]
+    return goals
+
+
+def _goal(figures: Mapping[str, Figures], figure: str, numerator: str, denominator: str, at_most: float) -> Goal:
+    """Times by round, so that what slows a round slows both."""
+    over, under = figures[numerator], figures[denominator]
+    if figure == "seconds":
+        quotients = [x / y for x, y in zip(over.seconds, under.seconds, strict=True)]
+    else:
+        quotients = [over.peak_bytes / under.peak_bytes]
+    return Goal(
+        figure=figure, numerator=numerator, denominator=denominator, at_most=at_most,
+        min=min(quotients), median=median(quotients), max=max(quotients),
+    )  # fmt: skip
+
+
+def print_figures(title: str, figures: Mapping[str, Figures]) -> None:
+    print(f"{title}: ms of a step (min / median / max)")
+    for name, each in figures.items():
+        ms = [1e3 * second for second in each.seconds]
+        peak = f"   peak {each.peak_bytes / 1e6:7.2f} MB" if each.peak_bytes else ""
+        print(f"  {name:<34}{min(ms):8.1f} / {median(ms):8.1f} / {max(ms):8.1f}{peak}")
+
+
+def print_goals(goals: list[Goal]) -> None:
+    for goal in goals:
+        spread = f"{goal.min:.3f} / {goal.median:.3f} / {goal.max:.3f}"
+        what = f"{goal.figure.replace('_', ' ')} of {goal.numerator} / {goal.denominator}"
+        print(f"  {'met   ' if goal.is_met else 'MISSED'} {spread} <= {goal.at_most}  {what}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="of each block (%(default)s)")
-    parser.add_argument("--steps", type=int, default=15, help="of each Trainer (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="to be timed (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the qwen3_moe model (%(default)s)")
+    parser.add_argument("--hidden", type=int, default=256, help="of the qwen3_moe model (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sequence (%(default)s)")
+    parser.add_argument("--json", type=Path, help="where the figures go too")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning's launcher takes every core
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would take the GPU
     torch.set_num_threads(1)
-    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {machine}, 1 thread")
-    for dtype in (torch.float32, torch.bfloat16):
-        costs = moe_block_costs(BlockShape(), dtype, arguments.repeats)
-        print_costs(f"qwen3_moe block, {BlockShape()}, {dtype}: forward + backward", costs, "transformers grouped_mm")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    print_strategy_costs(arguments.steps)
+    versions = {each.__name__: each.__version__ for each in (torch, lightning, transformers)}
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores"
+    print(f"{versions}, {machine}, 1 thread per rank, {' '.join(sys.argv)}", flush=True)
+
+    build = partial(qwen3_moe, arguments.layers, arguments.hidden)
+    title = f"{NUM_RANKS} ranks, qwen3_moe, {SEQUENCES} x {arguments.tokens} tokens each"
+    figures = measure_ranks(build, arguments.tokens, arguments.steps)
+    goals = judged(figures)
+    print_figures(title, figures)
+    print_goals(goals)
+    if arguments.json:
+        report = {"versions": versions, "machine": machine, "figures": {name: asdict(x) for name, x in figures.items()}}
+        judgements = [asdict(goal) | {"met": goal.is_met} for goal in goals]
+        arguments.json.write_text(json.dumps(report | {"goals": judgements}, indent=1))
 
 
 if __name__ == "__main__":

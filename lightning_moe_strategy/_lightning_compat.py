@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         BaseFinetuning,
         ModelCheckpoint,
         ModelPruning,
+        ModelSummary,
         OnExceptionCheckpoint,
         StochasticWeightAveraging,
         WeightAveraging,
@@ -59,6 +60,7 @@ else:
     LightningThroughputMonitor = _take(f"{_root}.callbacks", "ThroughputMonitor")
     ModelCheckpoint = _take(f"{_root}.callbacks", "ModelCheckpoint")
     ModelPruning = _take(f"{_root}.callbacks", "ModelPruning")
+    ModelSummary = _take(f"{_root}.callbacks", "ModelSummary")
     OnExceptionCheckpoint = _take(f"{_root}.callbacks", "OnExceptionCheckpoint")
     StochasticWeightAveraging = _take(f"{_root}.callbacks", "StochasticWeightAveraging")
     WeightAveraging = _take(f"{_root}.callbacks", "WeightAveraging")
@@ -235,6 +237,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelParallelStrategy",
     "ModelPruning",
+    "ModelSummary",
     "OnExceptionCheckpoint",
     "ParallelStrategy",
     "Precision",

@@ -10,6 +10,7 @@ from lightning_moe_strategy._lightning_compat import (
     LightningThroughputMonitor,
     ModelCheckpoint,
     ModelPruning,
+    ModelSummary,
     OnExceptionCheckpoint,
     TorchCheckpointIO,
     Trainer,
@@ -33,6 +34,12 @@ def check_trainer(trainer: Trainer, *, cp: int, saves_directories: bool) -> None
     refuse_other_averages(callbacks)
     for callback in callbacks:
         _check_callback(callback, world_size=trainer.world_size, cp=cp)
+    has_example = trainer.lightning_module.example_input_array is not None
+    if cp > 1 and has_example and any(isinstance(callback, ModelSummary) for callback in callbacks):
+        raise ValueError(
+            f"example_input_array runs through the model outside of a step, where no sequence is split over cp({cp}) "
+            "ranks. Set it to None, or enable_model_summary=False."
+        )
     if registry := registry_of(trainer):
         raise ValueError(
             f"model_registry({registry!r}) uploads checkpoints while they are saved, which was never run "

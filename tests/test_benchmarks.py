@@ -11,6 +11,7 @@ import torch
 
 BENCHMARKS = sorted((Path(__file__).parent.parent / "benchmarks").glob("*.py"))
 MOE_BLOCK = Path(__file__).parent.parent / "benchmarks" / "moe_block.py"
+STEP_COST = Path(__file__).parent.parent / "benchmarks" / "step_cost.py"
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -58,3 +59,50 @@ def test_moe_block_judges_a_goal_by_the_median_of_its_rounds():
     goals = names["judged"]({"float32": figures, "bfloat16": {}})
     assert [(goal["numerator"], goal["dtype"], goal["at_least"]) for goal in goals] == [(eager, "float32", 3.0)]
     assert (goals[0]["min"], goals[0]["median"], goals[0]["max"], goals[0]["met"]) == (2.0, 3.5, 4.0, True)
+
+
+@pytest.mark.slow
+def test_step_cost_measures_the_strategy_and_its_peers_on_the_same_losses(tmp_path):
+    tiny = "--steps 2 --layers 2 --hidden 64 --tokens 64 --json report.json"
+    command = [sys.executable, str(STEP_COST), *tiny.split()]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-4000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["versions"]["torch"] == torch.__version__
+    figures = report["figures"]
+    assert len(figures) == 4
+    assert all(len(each["seconds"]) == 2 and all(0 < x < 5 for x in each["seconds"]) for each in figures.values())
+    # Four heads of 16, two layers of 8 x 3 products and their routers, embedding and head: weight, gradient and two
+    # moments of all, half on each rank.
+    layer = 2 * 64 * 64 + 2 * 64 * 16 + 2 * 8 + 16 * 64 + 16 * 3 * 64 * 32 + 2 * 64
+    resident = 4 * 4 * (2 * layer + 2 * 4096 * 64 + 64) / 2
+    peaks = {name: each["peak_bytes"] for name, each in figures.items()}
+    assert all(resident < peak < 3 * resident for peak in peaks.values()), (resident, peaks)
+    ours = [peak for name, peak in peaks.items() if name.startswith("this strategy")]
+    assert len(ours) == 2 and max(ours) < min(peak for name, peak in peaks.items() if peak not in ours)
+    assert len(report["goals"]) == 6 and [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_step_cost_compares_nothing_that_trains_differently():
+    names = runpy.run_path(str(STEP_COST))
+    same = [[8.3, 8.4], [8.2, 8.1]]
+    names["require_equal_losses"]({names["LIGHTNING"]: same, names["OURS_EP2"]: same})
+    with pytest.raises(RuntimeError, match=r"ep=2: a loss of step 1 is off by 1\.[0-9]e-02"):
+        names["require_equal_losses"]({names["LIGHTNING"]: same, names["OURS_EP2"]: [[8.3, 8.4], [8.2, 8.2]]})
+
+
+def test_step_cost_judges_by_the_better_of_the_others_round_by_round():
+    names = runpy.run_path(str(STEP_COST))
+    figures = {
+        names["OURS_EP2"]: names["Figures"]([1.0, 2.0, 3.3], 90),
+        names["OURS_EP1"]: names["Figures"]([2.0, 2.0, 6.0], 110),
+        names["LIGHTNING"]: names["Figures"]([1.0, 2.0, 3.0], 100),
+        names["TRANSFORMERS"]: names["Figures"]([1.0, 2.5, 3.0], 120),
+    }
+    (
+        ep2,
+        *_,
+    ) = goals = names["judged"](figures)
+    assert (ep2.numerator, ep2.denominator) == (names["OURS_EP2"], names["LIGHTNING"])
+    assert (ep2.min, ep2.median, ep2.max) == (1.0, 1.0, 3.3 / 3.0)
+    assert [goal.is_met for goal in goals] == [True, True, True, False, False, True]
