@@ -1,0 +1,1 @@
+"""Checkpoints: directories written aside and published whole, read on any layout, and Hugging Face weights."""
