@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: ``ranks1`` ... ``ranks8`` run a function on that many gloo ranks (see ranks.py)."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +52,15 @@ def _close_pools() -> Iterator[None]:
     yield
     for pool in _pools.values():
         pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what long_cases.txt names; a line for which no test is there any more is an error."""
+    lines = Path(__file__).with_name("long_cases.txt").read_text().splitlines()
+    long_cases = {line for line in lines if line and not line.startswith("#")}
+    collected = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in long_cases & set(collected):
+        collected[name].add_marker(pytest.mark.slow)
+    whole_files = len(items) > 1000  # not of a run that names tests
+    if whole_files and (gone := long_cases - set(collected)):
+        raise pytest.UsageError(f"tests/long_cases.txt names tests that do not exist: {', '.join(sorted(gone))}")
