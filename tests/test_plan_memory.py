@@ -306,3 +306,14 @@ PUBLIC_RUNS = [
 def test_a_public_run_gets_its_verdict(model, cluster, gpus, tokens, layout, fits):
     request = PlanRequest(model=model, cluster=cluster, gpus=gpus, context=tokens)
     assert plan(dataclasses.replace(request, **parse_layout(layout))).fits is fits
+
+
+def test_a_checkpoint_has_weights_and_adam_state_of_all_gpus_once():
+    planned = plan(PlanRequest(model="qwen3-30b-a3b", cluster="h200-nvl8", gpus=16, context=32768))
+    values, work = planned.to_json(), planned.workload
+    saved = values["checkpoint"]
+    assert saved["total_gb"] == pytest.approx(12 * work.model.counts.total / 1e9)
+    dense, experts = planned.evaluation.dense.side, planned.evaluation.experts.side
+    own = 12 * (work.model.counts.dense / dense.shards + work.model.counts.experts / experts.shards)
+    assert saved["async_snapshot_gb"] == pytest.approx(own / 1e9)
+    assert saved["async_snapshot_gb_per_host"] == pytest.approx(8 * own / 1e9)

@@ -51,6 +51,7 @@ def to_json(plan: "Plan") -> "Json":
         "redundant_experts": _redundant_experts(plan),
         "compute": _compute(plan),
         "traffic_gb_per_layer": _traffic(plan),
+        "checkpoint": _checkpoint(plan),
         "days": days(plan),
         "longest_context": longest_context(evaluation) if evaluation.fits else None,
         "fits": evaluation.fits,
@@ -167,6 +168,25 @@ def _source(plan: "Plan") -> str:
     return plan.workload.cluster.source if plan.request.achieved_tflops is None else "given"
 
 
+_SAVED = ("masters", "optimizer_state")
+"""What resuming needs; weights in bf16 and gradients are made again."""
+
+
+def _checkpoint(plan: "Plan") -> "Json":
+    evaluation = plan.evaluation
+    held = [(_resident(price.moments, _SAVED), price.side.shards) for price in (evaluation.dense, evaluation.experts)]
+    snapshot = sum(size for size, _ in held)
+    return {
+        "total_gb": sum(size * shards for size, shards in held) / 1e9,
+        "async_snapshot_gb": snapshot / 1e9,
+        "async_snapshot_gb_per_host": snapshot * plan.workload.cluster.gpus_per_host / 1e9,
+    }
+
+
+def _resident(moments: Mapping[str, Mapping[str, float]], names: tuple[str, ...]) -> float:
+    return sum(max(buckets.get(name, 0.0) for buckets in moments.values()) for name in names)
+
+
 def _traffic(plan: "Plan") -> "Json":
     evaluation, cluster = plan.evaluation, plan.workload.cluster
     axes: Json = {}
@@ -212,6 +232,7 @@ def unit(path: str) -> str:
         return "MB"
     endings = {
         "_gb": "GB",
+        "_gb_per_host": "GB",
         "gb_per_layer": "GB",
         "seconds": "s",
         "seconds_per_layer": "s",

@@ -186,6 +186,12 @@ def _in_words(values: Mapping[str, object]) -> str:
         f"{number(compute, 'tokens_per_second_per_gpu'):,.0f} tokens/s per GPU, MFU {number(compute, 'mfu'):.1%}, at "
         f"{number(compute, 'achieved_tflops'):,.0f} TFLOP/s: {compute['achieved_source']}",
     ]
+    saved = mapping(values, "checkpoint")
+    lines.append(
+        f"a checkpoint has {number(saved, 'total_gb'):,.0f} GB; async_save keeps "
+        f"{number(saved, 'async_snapshot_gb'):,.1f} GB of host memory per GPU, "
+        f"{number(saved, 'async_snapshot_gb_per_host'):,.0f} per host"
+    )
     if values["days"] is not None:
         lines.append(f"{number(values, 'days'):,.1f} days for all tokens")
     return "\n".join(lines)
