@@ -119,6 +119,8 @@ class ZigZagContextParallel(Callback):
         self._strategy: SplitsBatches | None = None
         self._module: nn.Module | None = None
         self._said_who_shifts = self._said_padding = False
+        self._is_model_asked = False
+        self._shift_of_model: Shift | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy: object = trainer.strategy
@@ -136,7 +138,7 @@ class ZigZagContextParallel(Callback):
             self._is_verified = False
         require_attention_kernel(self.attention_kernel)
         strategy.context_parallel.attention_kernel = self.attention_kernel
-        self._strategy, self._module = strategy, pl_module
+        self._strategy, self._module, self._is_model_asked = strategy, pl_module, False
         strategy.context_parallel.token_wise_modules = self.token_wise_modules
         strategy.context_parallel.ulysses_modules = self.ulysses_modules
         strategy.context_parallel.positions_required = self.positions == "required"
@@ -254,7 +256,7 @@ class ZigZagContextParallel(Callback):
             return self.shift
         if key is None or key in SHIFTED_LABEL_KEYS or isinstance(key, int):
             return "none"
-        if self._module is not None and (who := _who_shifts_in_hugging_face(self._module)) is not None:
+        if (who := self._who_shifts_in_model()) is not None:
             return who
         if self._attached_to().context_parallel.degree > 1:
             raise ValueError(
@@ -266,6 +268,12 @@ class ZigZagContextParallel(Callback):
             rank_zero_info(f"ZigZagContextParallel takes {key!r} to be shifted by the LightningModule ('module').")
             self._said_who_shifts = True
         return "module"
+
+    def _who_shifts_in_model(self) -> Shift | None:
+        # Once: a walk over all modules of a large model is a millisecond of every batch.
+        if self._module is not None and not self._is_model_asked:
+            self._is_model_asked, self._shift_of_model = True, _who_shifts_in_hugging_face(self._module)
+        return self._shift_of_model
 
 
 def _who_shifts_in_hugging_face(module: nn.Module) -> Shift | None:
