@@ -141,6 +141,25 @@ class ExpertLoadMonitor(Callback):
             observers.remove(observer)
         self._observers, self._metrics, self._moved = [], {}, None
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """The counts of the fit so far, of all ranks together."""
+        if "train" in self._metrics:
+            checkpoint["callbacks"][self.state_key] = {
+                "tokens": self._summed("train"),
+                "last_tokens": self.last_tokens,
+                "last_skew": self.last_skew,
+                "logged_step": self._logged_step,
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        for name, metric in self._metrics.get("train", {}).items():
+            tokens_E = state_dict["tokens"].get(name)
+            if is_first and tokens_E is not None and tokens_E.shape == metric.tokens_E.shape:
+                metric.tokens_E.copy_(tokens_E)
+        self.last_tokens, self.last_skew = state_dict["last_tokens"], state_dict["last_skew"]
+        self._logged_step = state_dict["logged_step"]
+
     def tokens_on_this_rank(self, stage: str) -> Tokens:
         """Tokens per expert by layer that this rank routed in ``stage`` ("train", "validate", "test") so far."""
         return {name: metric.tokens_E.clone() for name, metric in self._metrics.get(stage, {}).items()}

@@ -93,11 +93,22 @@ class ThroughputMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._mark(None)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Tokens since the last reading are saved as well, those of all ranks together."""
+        tokens = torch.tensor(self._tokens_since_reading, device=pl_module.device)
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        unread = {"tokens_since_reading": int(tokens), "reading_step": self._reading_step}
+        checkpoint["callbacks"][self.state_key] = self.state_dict() | unread
+
     def state_dict(self) -> dict[str, Any]:
         return {"tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.tokens_seen = state_dict["tokens_seen"]
+        self._reading_step = state_dict.get("reading_step", 0)
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self._tokens_since_reading = state_dict.get("tokens_since_reading", 0) if is_first else 0
 
     def _mark(self, phase: Any) -> None:
         if self._clock is not None:

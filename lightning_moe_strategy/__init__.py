@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
     from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
     from lightning_moe_strategy.expert_parallel.registry import register_dispatcher
+    from lightning_moe_strategy.hugging_face_weights.pretrained import load_pretrained
     from lightning_moe_strategy.models.config import ModelConfig
     from lightning_moe_strategy.models.data import TextDataModule
     from lightning_moe_strategy.models.lightning_module import HFCausalLM, MoELanguageModel
@@ -41,6 +42,7 @@ __all__ = [
     "ThroughputMonitor",
     "ZigZagContextParallel",
     "__version__",
+    "load_pretrained",
     "muon_groups",
     "register_dispatcher",
 ]
@@ -59,6 +61,7 @@ _HOME = {
     "TextDataModule": "models.data",
     "ThroughputMonitor": "callbacks.throughput",
     "ZigZagContextParallel": "callbacks.zigzag",
+    "load_pretrained": "hugging_face_weights.pretrained",
     "muon_groups": "optimizers.muon_groups",
     "register_dispatcher": "expert_parallel.registry",
 }

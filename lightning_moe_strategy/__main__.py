@@ -8,13 +8,17 @@ usage: lightning-moe COMMAND [options]
 Train mixture-of-experts models with FSDP x CP x EP on Lightning.
 
 commands:
-  fit        train              lightning-moe fit --config configs/tiny_cpu.yaml
-  validate   evaluate on the validation data
-  test       evaluate on the test data
-  predict    run the model on the prediction data
-  demo       train a small mixture of experts on four CPU processes; run again, it resumes
-  plan       memory, traffic and time of a run:  lightning-moe plan --model glm-5.2 --gpus 256 --context 1M
-  simulate   the same from the code that runs:   lightning-moe simulate --config configs/tiny_cpu.yaml
+  fit          train              lightning-moe fit --config configs/tiny_cpu.yaml
+  validate     evaluate on the validation data
+  test         evaluate on the test data
+  predict      run the model on the prediction data
+  demo         train a small mixture of experts on four CPU processes; run again, it resumes
+  plan         memory, traffic and time of a run:    lightning-moe plan --model glm-5.2 --gpus 256 --context 1M
+  simulate     the same from the code that runs:     lightning-moe simulate --config configs/tiny_cpu.yaml
+  import       weights of Hugging Face in:           lightning-moe import --hf DIR --out start.ckpt
+  export       and out:                              lightning-moe export --ckpt last.ckpt --out DIR
+  inspect      what a checkpoint holds, and whether it is whole
+  consolidate  one file of a checkpoint directory:   lightning-moe consolidate --ckpt last.ckpt --out whole.ckpt
 
 options:
   --help     this page; 'lightning-moe fit --help' lists every option of a command
@@ -24,6 +28,7 @@ Configurations are LightningCLI files: trainer, model and data, each given by cl
 """
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = (*TRAINER_COMMANDS, "demo", "plan", "simulate", "import", "export", "inspect", "consolidate")
 
 
 def main() -> int:
@@ -54,8 +59,15 @@ def main() -> int:
         from lightning_moe_strategy.cli.simulate import run_simulate
 
         return run_simulate(arguments[1:])
-    commands = ", ".join((*TRAINER_COMMANDS, "demo", "plan", "simulate"))
-    print(f"lightning-moe: command({arguments[0]!r}) must be one of {commands}.", file=sys.stderr)
+    if arguments[0] in ("import", "export"):
+        from lightning_moe_strategy.cli.weights import run_export, run_import
+
+        return (run_import if arguments[0] == "import" else run_export)(arguments[1:])
+    if arguments[0] in ("inspect", "consolidate"):
+        from lightning_moe_strategy.cli.checkpoints import run_consolidate, run_inspect
+
+        return (run_inspect if arguments[0] == "inspect" else run_consolidate)(arguments[1:])
+    print(f"lightning-moe: command({arguments[0]!r}) must be one of {', '.join(COMMANDS)}.", file=sys.stderr)
     return 2
 
 

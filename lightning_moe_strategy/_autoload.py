@@ -1,11 +1,14 @@
 """Make ``Trainer(strategy="fsdp_cp_ep")`` work without an import of this package. Standard library only.
 
+And let Lightning read its checkpoint directories where it reads a file: ``load_from_checkpoint``, any other Trainer.
+
 torch calls ``install`` when it is imported (entry point group ``torch.backends``), and both flavours of
 Lightning import torch before their strategies. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns that off; importing
 ``lightning_moe_strategy`` registers the name as well.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
@@ -22,6 +25,15 @@ _FLAVOUR_OF = {
     "lightning.pytorch.strategies": "lightning",
     "pytorch_lightning.strategies": "pytorch_lightning",
 }
+_READS_FILES = ("lightning.fabric.utilities.cloud_io", "lightning_fabric.utilities.cloud_io")
+"""Where each flavour has its ``_load``; who may have imported it from there as ``pl_load``. Seen in Lightning 2.6."""
+_READERS = (
+    "lightning.pytorch.core.saving",
+    "lightning.fabric.plugins.io.torch_io",
+    "pytorch_lightning.core.saving",
+    "lightning_fabric.plugins.io.torch_io",
+)
+_MANIFEST = "manifest.json"
 _flavour: str | None = None
 
 
@@ -31,9 +43,9 @@ def install() -> None:
     An error here would break ``import torch`` for the whole environment, so it becomes a warning.
     """
     try:
-        for name in _FLAVOUR_OF:
+        for name in (*_FLAVOUR_OF, *_READS_FILES):
             if name in sys.modules:
-                _register(sys.modules[name])
+                _extend(sys.modules[name])
         if not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _StrategiesFinder())
     except Exception as error:
@@ -66,10 +78,38 @@ def _choose_flavour() -> str:
     return installed[0]
 
 
+def _extend(module: ModuleType) -> None:
+    if module.__name__ in _READS_FILES:
+        _read_directories(module)
+    else:
+        _register(module)
+
+
 def _register(strategies: ModuleType) -> None:
     if STRATEGY_NAME not in strategies.StrategyRegistry:
         make_strategy = _factory(_FLAVOUR_OF[strategies.__name__])
         strategies.StrategyRegistry.register(STRATEGY_NAME, make_strategy, description="FSDP x CP x EP for MoE")
+
+
+def _read_directories(module: ModuleType) -> None:
+    """Lightning's ``_load(path, map_location, weights_only)`` takes a checkpoint directory of this package as well."""
+    load = module._load
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def load_or_read(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path_or_url, str | os.PathLike) and os.path.isfile(os.path.join(path_or_url, _MANIFEST)):
+            from lightning_moe_strategy.checkpoint.whole import whole_checkpoint
+
+            return whole_checkpoint(path_or_url, *args, **kwargs)
+        return load(path_or_url, *args, **kwargs)
+
+    module._load = load_or_read  # type: ignore[attr-defined]
+    for name in _READERS:
+        reader = sys.modules.get(name)
+        if getattr(reader, "pl_load", None) is load:
+            reader.pl_load = load_or_read  # type: ignore[union-attr]
 
 
 def _factory(asking: str) -> Callable[..., object]:
@@ -92,12 +132,12 @@ def _factory(asking: str) -> Callable[..., object]:
 
 
 class _StrategiesFinder(MetaPathFinder):
-    """Finds Lightning's strategies as the other finders do, and registers ours after they are executed."""
+    """Finds the modules of Lightning as the other finders do, and extends them after they are executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _FLAVOUR_OF:
+        if fullname not in _FLAVOUR_OF and fullname not in _READS_FILES:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -125,7 +165,7 @@ class _RegisteringLoader(Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         try:
-            _register(module)
+            _extend(module)
         except Exception as error:
             _warn(error)
 

@@ -6,9 +6,11 @@ Lightning class takes its base from here. Private names, seen in Lightning 2.6, 
 
 import importlib
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -151,6 +153,108 @@ def is_compiled(module: LightningModule | None) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class EpochProgress:
+    """Where the loop stands in its training epoch."""
+
+    num_begun: int
+    """Batches the loop has begun with."""
+    num_done: int
+    """Batches it is done with."""
+    is_over: bool
+    """No batch of the epoch is left."""
+    num_accumulated: int
+    """Batches of an optimizer step; 1 where a module optimizes by hand."""
+    num_ahead: int
+    """Batches that the loop reads before it needs them: one, where the loaders have no length."""
+
+
+def epoch_progress(trainer: Trainer) -> EpochProgress:
+    """As of now, between two batches or inside of one."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    current = epoch_loop.batch_progress.current
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    by_hand = trainer.lightning_module is not None and not trainer.lightning_module.automatic_optimization
+    return EpochProgress(
+        num_begun=current.ready,
+        num_done=current.processed,
+        is_over=current.processed == current.ready > 0 and epoch_loop._num_ready_batches_reached(),
+        num_accumulated=1 if by_hand else trainer.accumulate_grad_batches,
+        num_ahead=int(fetcher is not None and fetcher.length is None),
+    )
+
+
+def resumes_inside_epoch(trainer: Trainer) -> bool:
+    """Whether a checkpoint was loaded, and the loop is to go on in the middle of an epoch."""
+    fit_loop: Any = trainer.fit_loop
+    return bool(fit_loop.restarting and epoch_progress(trainer).num_done and not epoch_progress(trainer).is_over)
+
+
+def set_batches_done(trainer: Trainer, num_done: int) -> None:
+    """The loop, which was loaded from a checkpoint, is to go on after so many batches of the epoch."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    progress = epoch_loop.batch_progress
+    change = num_done - progress.current.processed
+    if not change:
+        return
+    if progress.current.completed != progress.current.processed:
+        epoch_loop._batches_that_stepped -= int(change < 0)  # Lightning adds the step it had not counted yet
+    for tracker in (progress.current, progress.total):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(tracker, name, getattr(tracker, name) + change)
+
+
+def know_saved(trainer: Trainer) -> None:
+    """The callbacks into whose folder the loaded checkpoint was saved do not save this step again."""
+    folder = os.path.dirname(os.path.abspath(trainer.ckpt_path or ""))
+    callbacks: Any = trainer.checkpoint_callbacks
+    for callback in callbacks:
+        if getattr(callback, "dirpath", None) is not None and os.path.abspath(callback.dirpath) == folder:
+            callback._last_global_step_saved = trainer.global_step
+
+
+def loaders_in_use(trainer: Trainer) -> list[Any]:
+    """The training loaders as the loop reads them, in their order."""
+    combined: Any = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+class DeferredSignals:
+    """SIGTERM and SLURM's requeue signal are noted when they come, and obeyed when every rank can.
+
+    Lightning would answer at once, in the middle of whatever a rank computes: with a broadcast, or a checkpoint that
+    the others are not ready for.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Before the Trainer registers its handlers; again for each run of it."""
+        connector: Any = trainer._signal_connector
+        self._connector = connector
+        self._requeue = type(connector)._slurm_sigusr_handler_fn
+        self.has_term = self.has_requeue = False
+        self._signal: int = 0
+        connector._sigterm_notifier_fn = self._note_term
+        connector._slurm_sigusr_handler_fn = self._note_requeue
+
+    def obey_term(self) -> None:
+        """The run ends after the batch. Every rank calls it."""
+        self._connector.received_sigterm = True
+
+    def obey_requeue(self) -> None:
+        """Save ``hpc_ckpt_N.ckpt`` and have SLURM start the job again. Every rank calls it, at the same batch."""
+        self.has_requeue = False
+        self._requeue(self._connector, self._signal, None)
+
+    def _note_requeue(self, signal: int, frame: Any) -> None:
+        self._signal, self.has_requeue = signal, True
+
+    def _note_term(self, signal: int, frame: Any) -> None:
+        launcher = self._connector.trainer.strategy.launcher
+        if launcher is not None and not self.has_term:
+            launcher.kill(signal)
+        self.has_term = True
+
+
 def check_precision_first(strategy: type[ParallelStrategy], check: Callable[[object], object]) -> None:
     """A Trainer with a ``strategy`` calls ``check`` with its precision, a name or a plugin, before it judges it itself.
 
@@ -227,7 +331,9 @@ __all__ = [
     "BaseFinetuning",
     "CLIInstantiator",
     "Callback",
+    "DeferredSignals",
     "DummyLogger",
+    "EpochProgress",
     "HalfPrecision",
     "LightningCLI",
     "LightningDataModule",
@@ -250,18 +356,23 @@ __all__ = [
     "agree_on_validation_by_time",
     "check_precision_first",
     "detects_anomalies",
+    "epoch_progress",
     "evaluate_without_inference_mode",
     "hand_over_weights_only",
     "is_compiled",
     "is_overridden",
     "is_param_in_hook_signature",
     "isolate_rng",
+    "know_saved",
+    "loaders_in_use",
     "logs_graph",
     "optimizers_to_device",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
     "registry_of",
+    "resumes_inside_epoch",
+    "set_batches_done",
     "show_loaders",
     "weigh_logged_means",
     "wrap_hooks_before_step",

@@ -378,3 +378,20 @@ def let_anomaly_detection_see_shards() -> None:
         return [([Replicate()], [Replicate()]), *(([Partial("max")], [Shard(dim)]) for dim in range(x.ndim))]
 
     register_sharding(torch.ops.aten._is_any_true.default)(any_shard)
+
+
+def act_as_worker(number: int) -> None:
+    """Number and seeds of this worker of a DataLoader become those of worker ``number``. Seen in torch 2.11-2.13."""
+    import random
+
+    import numpy as np
+    from torch.utils.data import get_worker_info
+    from torch.utils.data._utils.worker import _generate_state
+
+    info: Any = get_worker_info()
+    base_seed = info.seed - info.id
+    object.__setattr__(info, "id", number)  # what is frozen for everyone else
+    object.__setattr__(info, "seed", base_seed + number)
+    random.seed(info.seed)
+    torch.manual_seed(info.seed)
+    np.random.seed(_generate_state(base_seed, number))  # type: ignore[no-untyped-call]

@@ -10,31 +10,47 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_moe_strategy._lightning_compat import rank_zero_warn
+from lightning_moe_strategy.data_position import LoaderPosition
 from lightning_moe_strategy.host_agreement import max_over_hosts, raise_everywhere, sum_over_hosts
 
 
 class AgreedLoader:
     """The batches of ``loader`` for as long as every rank has one.
 
-    It passes for the loader it wraps: ``isinstance``, attributes that are read and set, ``state_dict``. ``len()`` is
-    the length of the shortest over the ranks; TypeError when a rank's loader has no length. A batch that this rank
-    holds and another does not is dropped, and one warning says how many were left.
+    It passes for the loader it wraps: ``isinstance``, attributes that are read and set. ``len()`` is the length of the
+    shortest over the ranks; TypeError when a rank's loader has no length. A batch that this rank holds and another
+    does not is dropped, and one warning says how many were left.
+
+    To Lightning it is a loader with a state, which it need not warn of when it resumes inside an epoch. What it saves
+    so is rank 0's, and is loaded where nothing else says where each rank stood.
     """
 
     loader: Any
     name: str
     group: dist.ProcessGroup
+    position: LoaderPosition | None
 
     def __init__(
-        self, loader: object, *, name: str, group: dist.ProcessGroup, before_iteration: Callable[[], None]
+        self,
+        loader: object,
+        *,
+        name: str,
+        group: dist.ProcessGroup,
+        before_iteration: Callable[[], None],
+        position: LoaderPosition | None = None,
+        batches: Callable[[Any], Iterator[Any]] = iter,
     ) -> None:
-        """Every rank builds it. ``before_iteration`` is called by each ``iter()``."""
+        """Every rank builds it.
+
+        ``before_iteration`` is called by each ``iter()``; the batches are those that ``position`` reads, or
+        ``batches(loader)``.
+        """
         num_batches = num_batches_of(loader)
         num_agreed, num_left, num_longer = _agreed_length(num_batches, group)
         # Not as attributes are set: those belong to the loader.
         self.__dict__.update(
             loader=loader, name=name, group=group, _before_iteration=before_iteration, _num_batches=num_agreed,
-            _num_left=num_left, _num_longer=num_longer, _has_warned=False,
+            _num_left=num_left, _num_longer=num_longer, _has_warned=False, position=position, _batches=batches,
         )  # fmt: skip
 
     @property  # type: ignore[misc]
@@ -55,7 +71,19 @@ class AgreedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._before_iteration()
-        return _AgreedBatches(self, _iterator_of(self.loader))
+        return _AgreedBatches(self, _iterator_of(self._open))
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict() if hasattr(self.loader, "state_dict") else {}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        position = self.position
+        if hasattr(self.loader, "load_state_dict") and state and (position is None or not position.is_resumed):
+            self.loader.load_state_dict(state)
+
+    def _open(self) -> Iterator[Any]:
+        return self._batches(self.loader) if self.position is None else self.position.batches()
 
     def say_left(self, num_longer: int) -> None:
         """Warn once that ``num_longer`` ranks have batches that nobody uses."""
@@ -117,10 +145,10 @@ def num_batches_of(loader: Any) -> int | None:
     return None
 
 
-def _iterator_of(loader: Any) -> Iterator[Any]:
+def _iterator_of(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """An error of ``iter()`` is raised by the first ``next()``, where the other ranks hear of it."""
     try:
-        return iter(loader)
+        return begin()
     except Exception as error:
         return _failing(error)
 

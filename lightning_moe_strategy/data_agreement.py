@@ -8,24 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_moe_strategy._lightning_compat import (
-    Trainer,
     agree_on_validation_by_time,
     is_param_in_hook_signature,
     rank_zero_warn,
     show_loaders,
 )
 from lightning_moe_strategy.agreed_loader import AgreedLoader, num_batches_of, own_loader
-from lightning_moe_strategy.host_agreement import (
-    host_group,
-    raise_everywhere,
-    raise_together,
-    ranks_that,
-    sum_over_hosts,
-)
-from lightning_moe_strategy.placed_strategy import PlacedStrategy
+from lightning_moe_strategy.host_agreement import raise_everywhere, raise_together, ranks_that, sum_over_hosts
+from lightning_moe_strategy.resuming import Resuming
 from lightning_moe_strategy.shared_samples import check_first_batch, require_share
 
 BatchTransform = Callable[[Any, str], Any]
@@ -34,7 +26,7 @@ BatchTransform = Callable[[Any, str], Any]
 _STEP_OF_LOADER = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-class DataAgreement(PlacedStrategy):
+class DataAgreement(Resuming):
     """A strategy under which ranks stop together, fail together and hold the samples they should."""
 
     def __init__(self, **options: Any) -> None:
@@ -53,17 +45,20 @@ class DataAgreement(PlacedStrategy):
         loader = own_loader(super().process_dataloader(dataloader))
         name = f"{self._loader_prefix}_dataloader"
         self._compared.clear()
-        error: Exception | None = None
+        position, error = None, None
         try:
             self._refuse_dataloader_iter()
             require_share(loader, name=name, dims=self.dims, rank=self.global_rank)
             num_batches_of(loader)
+            if self._loader_prefix == "train":
+                position = self.reading_position(loader, name)
         except Exception as reason:
             error = reason
         raise_together(error, self._hosts, f"setting up {name}")
-        if self.world_size == 1:
-            return loader
-        agreed = AgreedLoader(loader, name=name, group=self._hosts, before_iteration=self._show_own_loaders)
+        agreed = AgreedLoader(
+            loader, name=name, group=self._hosts, before_iteration=self._before_iteration, position=position,
+            batches=self.evaluation_batches,
+        )  # fmt: skip
         self._refuse_empty(agreed)
         return agreed
 
@@ -110,17 +105,9 @@ class DataAgreement(PlacedStrategy):
 
     def teardown(self) -> None:
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self.keep_last_position()
             show_loaders(self.lightning_module.trainer, own_loader, to_loops=True)
         super().teardown()
-
-    @property
-    def _hosts(self) -> dist.ProcessGroup:
-        return host_group(self._mesh_timeout)
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @property
     def _loader_prefix(self) -> str:
@@ -130,8 +117,9 @@ class DataAgreement(PlacedStrategy):
     def _says_rank_0(self, is_so: bool) -> bool:
         return bool(sum_over_hosts([self.is_global_zero and is_so], self._hosts)[0])
 
-    def _show_own_loaders(self) -> None:
+    def _before_iteration(self) -> None:
         """Users find the loaders they gave at the Trainer: a callback of one rank may read from those by itself."""
+        self.hold_random_state()
         show_loaders(self._trainer, own_loader, to_loops=False)
 
     def _refuse_dataloader_iter(self) -> None:
@@ -156,7 +144,8 @@ class DataAgreement(PlacedStrategy):
             )
 
     def _agree_on_batch(self, batch: Any, error: Exception | None, name: str) -> None:
-        num_failed, num_none = sum_over_hosts([error is not None, error is None and batch is None], self._hosts)
+        counts = [error is not None, error is None and batch is None, *self.signals_here()]
+        num_failed, num_none, *signals = sum_over_hosts(counts, self._hosts)
         if num_failed:
             raise_everywhere(error, self._hosts, f"preparing a batch of {name}")
         if 0 < num_none < self.world_size:
@@ -165,3 +154,4 @@ class DataAgreement(PlacedStrategy):
                 f"{name} gave None on rank {', '.join(map(str, ranks))} and a batch on the others. Lightning skips a "
                 "batch that is None, and the others would wait: give a batch on every rank, or None on all."
             )
+        self.obey_signals(signals)

@@ -6,7 +6,7 @@ experts whole.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,20 @@ def materialize(
     seed: int,
     experts: Mapping[str, nn.Module],
     values_will_be_loaded: bool = False,
+    given: Collection[str] = (),
 ) -> None:
     """Move ``root`` to ``device`` and initialise every tensor that was on the meta device.
 
     A module is initialised by its Hugging Face model's ``_init_weights`` or its own ``reset_parameters``; both are
-    expected to set the module's own tensors only. ``seed`` must be the same on all ranks.
+    expected to set the module's own tensors only. ``seed`` must be the same on all ranks. Modules all of whose tensors
+    are ``given`` values afterwards, by their names, are not initialised.
 
     Raises:
         RuntimeError: a tensor has no initialiser, or its initialiser left it untouched (not when a checkpoint
             will give ``values_will_be_loaded``).
     """
     on_meta = {name: _own_meta_tensors(module) for name, module in root.named_modules()}
-    on_meta = {name: tensors for name, tensors in on_meta.items() if tensors}
+    on_meta = {name: own for name, own in on_meta.items() if any(f"{name}.{tensor}" not in given for tensor in own)}
     allocate(root, device)
     expert_names = {id(module): name for name, module in experts.items()}
     untouched: list[str] = []

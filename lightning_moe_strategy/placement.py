@@ -27,6 +27,8 @@ from lightning_moe_strategy.expert_parallel.low_rank import adapt_low_rank
 from lightning_moe_strategy.expert_parallel.redundant import RedundantDispatcher
 from lightning_moe_strategy.expert_parallel.registry import make_dispatcher
 from lightning_moe_strategy.expert_parallel.shared_expert import run_shared_experts_ahead
+from lightning_moe_strategy.host_agreement import host_group
+from lightning_moe_strategy.hugging_face_weights.pretrained import load_pending, names_given, pending_weights
 from lightning_moe_strategy.initialization import materialize
 from lightning_moe_strategy.mesh import (
     DenseMeshes,
@@ -121,13 +123,19 @@ def place(
     """Make ``module`` run on this rank's share of its parameters, sequences and experts. In place.
 
     ``placement`` holds the degrees, the dense meshes and the experts; the rest is filled in. ``init_seed``, equal on
-    all ranks, is for what was built on the meta device; everything else starts as it is on rank 0.
+    all ranks, is for what was built on the meta device and has no pretrained weights; everything else starts as it is
+    on rank 0.
 
     Raises:
+        CheckpointError: pretrained weights that are not the model's.
         ValueError: the model's attention cannot be split exactly under cp, it recomputes its blocks itself, or it has
             no indexer and one is to be trained.
         RuntimeError: a tensor on the meta device has no initialiser and no checkpoint will give its value.
     """
+    group = host_group(timeout)
+    # A checkpoint that may lack weights is loaded over those of the folder.
+    has_all = values_will_be_loaded and getattr(module, "strict_loading", True)
+    pretrained = {} if has_all else pending_weights(module, group)
     adapt_and_shard(module, placement, device=device, timeout=timeout, compute_dtype=compute_dtype)
     materialize(
         module,
@@ -135,7 +143,9 @@ def place(
         seed=init_seed,
         experts=placement.experts,
         values_will_be_loaded=values_will_be_loaded,
+        given=names_given(pretrained),
     )
+    load_pending(pretrained, group)
     finish(module, placement)
 
 

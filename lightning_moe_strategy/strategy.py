@@ -7,7 +7,6 @@ import atexit
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from lightning_moe_strategy._lightning_checkpoints import hand_over_checkpoints
 from lightning_moe_strategy._lightning_compat import (
     IS_INTERACTIVE,
     LightningModule,
@@ -30,7 +30,6 @@ from lightning_moe_strategy._lightning_compat import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_moe_strategy.added_options import kept_from_loading
 from lightning_moe_strategy.callbacks.balance import ExpertBalance
 from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
 from lightning_moe_strategy.callbacks.indexer_divergence import IndexerDivergence
@@ -46,13 +45,14 @@ from lightning_moe_strategy.expert_parallel.balance import Balance, BalanceOptio
 from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
 from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
+from lightning_moe_strategy.loading import Loading
 from lightning_moe_strategy.logged_means import LoggedMeans
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
 from lightning_moe_strategy.optimizers.vouched import unvouched
 from lightning_moe_strategy.placement import Placement, common_num_experts, place, placement_of, require_same_settings
 from lightning_moe_strategy.precision import MeshPrecision, precision_name
 from lightning_moe_strategy.recompute import Recompute
-from lightning_moe_strategy.sharded_state import remember_path, save_states, take_states
+from lightning_moe_strategy.saving import Saving
 from lightning_moe_strategy.stale_parameters import hand_over_parameters
 from lightning_moe_strategy.summed_gradients import GradientSync, SummedGradients
 from lightning_moe_strategy.token_mean import LossReduction, TokenMean
@@ -63,7 +63,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DEFAULT_CALLBACKS = (ZigZagContextParallel, ExpertPrefetch, ExpertLoadMonitor, ThroughputMonitor)
 
 
-class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
+class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans, Saving, Loading):
     """Train mixture-of-experts models with FSDP x CP x EP, the LightningModule unchanged.
 
     Args:
@@ -109,6 +109,9 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
         timeout: of every collective on every mesh axis.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.
         save_distributed_checkpoint: a directory with every rank's shards, or one file from rank 0.
+        async_save: ModelCheckpoint's directories are written while training goes on. A save stops it only to copy this
+            rank's shards (parameters and optimizer) to host memory, where they stay for the next copy. One is in flight
+            at most; a failure is raised at the next save or at the end. ``trainer.save_checkpoint`` waits as ever.
         error_if_nonfinite: raise when the gradient norm to clip is not finite.
         init_seed: of parameters built on the meta device; None takes the seed of ``seed_everything``.
         start_method: only ``"popen"`` (a script, torchrun or SLURM); forked ranks cannot return sharded tensors.
@@ -118,8 +121,6 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
     """
 
     strategy_name = "fsdp_cp_ep"
-    weights_only: bool | None = None
-    """As ``trainer.fit`` and the like were told."""
 
     def __init__(
         self,
@@ -150,12 +151,14 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
         save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
         error_if_nonfinite: bool = False,
         init_seed: int | None = None,
         start_method: str = "popen",
     ) -> None:
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
+            async_save=async_save,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -281,7 +284,7 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
             timeout=self._mesh_timeout,
             compute_dtype=precision.compute_dtype,
             init_seed=int(self.broadcast(torch.initial_seed() if self._init_seed is None else self._init_seed)),
-            values_will_be_loaded=trainer.ckpt_path is not None,
+            values_will_be_loaded=trainer.ckpt_path is not None and model.strict_loading,
         )
         self.say_price_of_sync()
         for step in _STEPS:
@@ -355,18 +358,6 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
             max_imbalance=self._balance_options.redundancy,
         )
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_one_file = not self._save_distributed_checkpoint
-        states = take_states(checkpoint, as_whole_on=0 if is_one_file else None, rank=self.global_rank)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        save_states(states, Path(self.broadcast(filepath)))
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        with kept_from_loading(self.optimizers, path):
-            checkpoint = super().load_checkpoint(path, self.weights_only if weights_only is None else weights_only)
-        return remember_path(checkpoint, path)
-
     def on_exception(self, exception: BaseException) -> None:
         # Other ranks may wait in a collective this one will never join: end now, do not wait for them.
         atexit.unregister(dist.destroy_process_group)
@@ -378,6 +369,7 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans):
 
 
 check_precision_first(FSDPCPEPStrategy, precision_name)
+hand_over_checkpoints(FSDPCPEPStrategy)
 hand_over_weights_only(FSDPCPEPStrategy)
 
 

@@ -12,6 +12,7 @@ Shapes: B batch, S sequence (of this process), V vocabulary.
 """
 
 import dataclasses
+import json
 import math
 from abc import abstractmethod
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_moe_strategy._lightning_compat import LightningModule
+from lightning_moe_strategy.hugging_face_weights.pretrained import load_pretrained
 from lightning_moe_strategy.models.config import ModelConfig
 from lightning_moe_strategy.models.loss import IGNORE_INDEX, cross_entropy_sum, shift_labels
 from lightning_moe_strategy.models.transformer import MoETransformer
@@ -172,16 +174,19 @@ class MoELanguageModel(CausalLanguageModel):
 
 
 class HFCausalLM(CausalLanguageModel):
-    """Any Hugging Face causal language model, with random weights.
+    """Any Hugging Face causal language model, with random weights or those of a folder.
 
     ``config`` is the path of a ``config.json`` (or its folder), or a dict with ``model_type`` and the sizes
-    to change, for example ``{"model_type": "qwen3_moe", "hidden_size": 128}``.
+    to change, for example ``{"model_type": "qwen3_moe", "hidden_size": 128}``. ``pretrained`` is a folder with
+    safetensors; it gives the configuration too, unless there is a ``config``. Under the command line, no rank ever
+    holds or reads more than its part of them.
     """
 
     def __init__(
         self,
-        config: dict[str, Any] | str,
+        config: dict[str, Any] | str | None = None,
         *,
+        pretrained: str | None = None,
         learning_rate: float = 3e-4,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
@@ -193,8 +198,13 @@ class HFCausalLM(CausalLanguageModel):
             warmup_steps=warmup_steps,
             final_learning_rate_ratio=final_learning_rate_ratio,
         )
-        self.save_hyperparameters()
-        self.model = _build_hugging_face(config)
+        hf_config = _read_hugging_face(config, pretrained)
+        self.save_hyperparameters(ignore=["config", "pretrained"])
+        # All of it: a checkpoint stays whole when the folder is gone, and is not filled from it again.
+        self.save_hyperparameters({"config": json.loads(hf_config.to_json_string(use_diff=False))})
+        self.model = _build_hugging_face(hf_config)
+        if pretrained is not None:
+            load_pretrained(self.model, pretrained)
 
     def loss_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if "shift_labels" not in batch:
@@ -246,20 +256,33 @@ def _inputs(batch: Batch) -> dict[str, Any]:
     return {name: batch[name] for name in names if name in batch} | {"use_cache": False}
 
 
-def _build_hugging_face(config: dict[str, Any] | str) -> nn.Module:
+def _read_hugging_face(config: dict[str, Any] | str | None, pretrained: str | None) -> Any:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("HFCausalLM needs transformers: pip install 'lightning-moe-strategy[hf]'.") from error
+    if config is None and pretrained is None:
+        raise ValueError("HFCausalLM needs a config or a folder with pretrained weights. Give one of the two.")
+    if pretrained is not None and not Path(pretrained).is_dir():
+        raise ValueError(
+            f"pretrained({pretrained!r}) is no folder here, and nothing is downloaded. Fetch the model first: "
+            f"hf download {pretrained} --local-dir DIR"
+        )
+    if config is None:
+        return AutoConfig.from_pretrained(pretrained)
     if isinstance(config, str):
         if not Path(config).exists():
             raise ValueError(f"config({config!r}) does not exist. Give the path of a config.json or its folder.")
-        hf_config = AutoConfig.from_pretrained(config)
-    elif "model_type" not in config:
+        return AutoConfig.from_pretrained(config)
+    if "model_type" not in config:
         raise ValueError(f"config has keys {sorted(config)} but no model_type. Add one, for example qwen3_moe.")
-    else:
-        hf_config = AutoConfig.for_model(**config)
-    model: nn.Module = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    return AutoConfig.for_model(**config)
+
+
+def _build_hugging_face(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 

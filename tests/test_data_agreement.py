@@ -615,7 +615,7 @@ def stand_in() -> list[bool]:
     return [
         isinstance(agreed, DataLoader) and agreed.dataset is loader.dataset and len(agreed) == 4,
         loader.worker_init_fn is print,
-        isinstance(stream, _Stateful) and not isinstance(agreed, _Stateful),
+        isinstance(stream, _Stateful) and isinstance(agreed, _Stateful) and not agreed.state_dict(),
         len(stream) == 1 and list(stream) == [1],
         own_loader(agreed) is loader and own_loader(loader) is loader,
     ]

@@ -1,0 +1,165 @@
+"""torch.distributed.checkpoint writes its files through these: summed up as they are written, read by no pickle.
+
+The format stays torch's own default, so that its tools read it.
+"""
+
+import io
+import os
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from lightning_moe_strategy.checkpoint.manifest import FileRecord
+from lightning_moe_strategy.checkpoint.plain import require_plain
+from lightning_moe_strategy.checkpoint.storage import Storage
+
+_BYTES_AROUND = 1200
+"""What ``torch.save`` writes around the numbers of a tensor."""
+
+
+class SummedStream(io.RawIOBase):
+    """Passes on what is written to it, and knows how much that was and its checksum."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.num_bytes = self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._stream.write(content)
+        num_bytes = memoryview(content).nbytes
+        self.num_bytes += num_bytes
+        self.crc32 = zlib.crc32(content, self.crc32)
+        return num_bytes
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        if not self.closed:
+            self._stream.flush()
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(num_bytes=self.num_bytes, crc32=self.crc32)
+
+
+class SummedFiles(FileSystemBase):
+    """The files that this rank writes into a directory, with a record of each."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.records: dict[str, FileRecord] = {}
+        """By their name in the directory."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with self._storage.open(os.fspath(path), mode) as stream:
+            summed = SummedStream(stream)
+            yield summed
+            self._storage.sync(stream)
+        self.records[_name(path)] = summed.record
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{os.fspath(path)}/{suffix}"
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self._storage.rename(os.fspath(path), os.fspath(new_path))
+        self.records[_name(new_path)] = self.records.pop(_name(path))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        self._storage.make_directory(os.fspath(path))
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return self._storage.exists(os.fspath(path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        self._storage.remove(os.fspath(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SummedWriter(FileSystemWriter):
+    """One file of this rank in ``directory``, and rank 0's ``.metadata``.
+
+    ``is_on_gpu``: copy the next tensors to the host while one is written. It waits for the stream of the training,
+    which the thread of a save beside it must not.
+    """
+
+    def __init__(self, directory: str, storage: Storage, *, is_on_gpu: bool = False) -> None:
+        ahead = 64 << 20 if is_on_gpu else 0
+        super().__init__(directory, sync_files=False, per_thread_copy_ahead=ahead)  # the streams sync their files
+        self.files = SummedFiles(storage)
+        self.fs, self.path = self.files, directory  # type: ignore[assignment]
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the path, which is one of this machine and not where the checkpoint will lie."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class PlainPlanner(DefaultSavePlanner):
+    """What is no tensor (options of parameter groups) is written so that it loads without pickle; see ``spread``."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(spread(all_plans))
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            object = require_plain({write_item.index.fqn: object})[write_item.index.fqn]
+        return super().transform_object(write_item, object)
+
+
+def spread(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Leave what several ranks hold to one of them each, so that all write about as many bytes.
+
+    torch's own planner does not know yet what a rank alone holds when it gives it a share of what others hold too: on 4
+    ranks, the busiest wrote twice what the idlest did.
+    """
+    ranks_of: dict[MetadataIndex, list[int]] = {}
+    bytes_of: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            ranks_of.setdefault(item.index, []).append(rank)
+            bytes_of[item.index] = item.tensor_storage_size() or 1
+    load = [0] * len(plans)
+    writer_of: dict[MetadataIndex, int] = {}
+    for index in sorted(ranks_of, key=lambda index: (len(ranks_of[index]), -bytes_of[index])):
+        writer_of[index] = min(ranks_of[index], key=lambda rank: load[rank])
+        load[writer_of[index]] += bytes_of[index] + _BYTES_AROUND
+    return [
+        replace(plan, items=[item for item in plan.items if writer_of[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+@contextmanager
+def without_checksums_inside() -> Generator[None, None, None]:
+    """``torch.save`` sums up nothing: the manifest has a checksum of every byte, at ten times the rate of torch's.
+
+    0.2 GB/s with torch's, 1.2 GB/s without, one core of a machine of 2026, torch 2.13. Of the whole process.
+    """
+    is_on = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(is_on)
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path).rpartition("/")[2]
