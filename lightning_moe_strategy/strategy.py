@@ -218,7 +218,7 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans, Saving, Load
         super()._configure_launcher()
 
     def connect(self, model: nn.Module) -> None:
-        super().connect(model)  # type: ignore[arg-type]
+        super().connect(model)
         trainer = getattr(model, "_trainer", None)
         if trainer is not None:
             wanted = (*_DEFAULT_CALLBACKS, *([IndexerDivergence] if self._indexer_loss else []))

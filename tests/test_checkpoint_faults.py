@@ -266,4 +266,3 @@ def test_ranks_killed_at_random_moments_lose_nothing(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "10 moments in" in result.stdout and "1 moments of Trainers" in result.stdout
-    assert not any(tmp_path.iterdir())

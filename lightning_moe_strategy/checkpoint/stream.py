@@ -26,7 +26,7 @@ from lightning_moe_strategy.checkpoint.writer import SummedWriter, without_check
 
 _MAX_FILE_BYTES = 4 << 30
 MAX_PART_BYTES = 1 << 28
-"""Of a part of a tensor. A rank that loads a slice of a tensor reads whole parts."""
+"""Of a part of a tensor, which is made in memory."""
 
 
 @dataclass(frozen=True)
