@@ -54,13 +54,14 @@ def _close_pools() -> Iterator[None]:
         pool.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what long_cases.txt names; a line for which no test is there any more is an error."""
     lines = Path(__file__).with_name("long_cases.txt").read_text().splitlines()
     long_cases = {line for line in lines if line and not line.startswith("#")}
     collected = {item.nodeid.removeprefix("tests/"): item for item in items}
     for name in long_cases & set(collected):
         collected[name].add_marker(pytest.mark.slow)
-    whole_files = len(items) > 1000  # not of a run that names tests
-    if whole_files and (gone := long_cases - set(collected)):
-        raise pytest.UsageError(f"tests/long_cases.txt names tests that do not exist: {', '.join(sorted(gone))}")
+    files = {name.partition("::")[0] for name in collected}
+    gone = sorted(name for name in long_cases - set(collected) if name.partition("::")[0] in files)
+    if gone and not any("::" in argument for argument in config.args):  # a run that names tests collects only those
+        raise pytest.UsageError(f"tests/long_cases.txt names tests that do not exist: {', '.join(gone)}")
