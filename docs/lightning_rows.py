@@ -32,6 +32,7 @@ _ONE_FILE = "lightning_table::a_checkpoint_of_one_file_is_loaded_without_a_train
 _BY_HAND = "step_gradient::what_is_optimized_by_hand_ends_as_under_a_plain_trainer"
 _TOGGLED = "projects::manual_optimization_whose_two_optimizers_take_turns"
 _MEANS = "logged_means::logged_means_are_per_label_on_every_layout"
+_TOP_K = "checkpoint_save::top_k_and_a_linked_last_checkpoint_are_directories_and_the_folder_is_tidy"
 _STOP = "logged_means::early_stopping_and_the_best_checkpoint_are_the_same_on_all_ranks"
 _AVERAGES = "ema::lightnings_own_averages_are_refused_with_the_name_of_ours"
 _CONFIGURE = "models_in_use::configure_model_is_called_again_for_every_stage"
@@ -155,7 +156,14 @@ MODULE = (
     Row(
         "on_save_checkpoint on_load_checkpoint", WORKS, _HOOKS, "weights are loaded when `on_load_checkpoint` is called"
     ),
-    Row("load_from_checkpoint strict_loading", WORKS, _ONE_FILE, "of one file (`save_distributed_checkpoint=False`)"),
+    Row("load_from_checkpoint", WORKS, "checkpoint_load::load_from_checkpoint_takes_a_directory", "of a directory"),
+    Row("load_from_checkpoint", WORKS, _ONE_FILE, "of one file (`save_distributed_checkpoint=False`)"),
+    Row(
+        "strict_loading",
+        WORKS,
+        "checkpoint_load::strict_loading_of_the_module_decides_whether_a_part_is_enough",
+        "False: what only one of them has is skipped and named",
+    ),
     Row("automatic_optimization manual_backward optimizers lr_schedulers", WORKS, _BY_HAND),
     Row("toggle_optimizer untoggle_optimizer toggled_optimizer", WORKS, _TOGGLED),
     Row("freeze unfreeze", WORKS, _FREEZE, "at any time"),
@@ -231,7 +239,7 @@ STRATEGY = (
 )
 
 CALLBACKS = (
-    Row("ModelCheckpoint", WORKS, _RESUME),
+    Row("ModelCheckpoint", WORKS, _TOP_K, "with `async_save`, removals and links wait for what replaces them"),
     Row("ModelCheckpoint", REFUSED, _WHOLE, "`save_on_exception=True`, see `OnExceptionCheckpoint`"),
     Row("OnExceptionCheckpoint", REFUSED, _WHOLE, "an error may be one rank's, and a checkpoint needs all"),
     Row("EarlyStopping", WORKS, _STOP),
