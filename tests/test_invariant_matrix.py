@@ -1,7 +1,8 @@
 """Two training steps are those of one process, whatever is accumulated, recomputed, rounded and clipped.
 
-INVARIANTS G1-G5, L1, R1, R6, C1-C3 and P1, all at once: dense parameters over (fsdp, cp), experts over (e_fsdp, ep),
-sequences that ``2 * cp`` does not divide, another share of ignored labels in each. Everything is trained in one go.
+INVARIANTS G1, G2, G4, L1, L2, R1, R3, R6, C1-C3 and P1, all at once: dense parameters over (fsdp, cp), experts over
+(e_fsdp, ep), sequences that ``2 * cp`` does not divide, another share of ignored labels in each. Everything is trained
+in one go.
 """
 
 import copy
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_moe_strategy import ExpertLoadMonitor, MoELanguageModel
+from lightning_moe_strategy import ExpertLoadMonitor, MoELanguageModel, ThroughputMonitor
 from lightning_moe_strategy.expert_parallel.experts import find_experts
 from lightning_moe_strategy.prefetch_order import Group, group_units
 from lightning_moe_strategy.sharding import unsharded_units
@@ -79,6 +80,10 @@ class Found:
     """Units that were, after a micro-batch."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Of the units that hold parameters, by name."""
+    tokens_seen: int = 0
+    """As the throughput counts them."""
+    dtypes_of_routers: set[torch.dtype] = field(default_factory=set)
+    """Of all floating-point outputs, recomputed ones too."""
 
 
 class Model(MoELanguageModel):
@@ -117,6 +122,12 @@ class Watch(Callback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self.found.parameters.append(whole_parameters(pl_module))
         self.found.kinds = {unit.name: unit.kind for unit in trainer.strategy.units if unit.name}
+        for router in find_routers(pl_module, trainer.strategy.experts).values():
+            router.register_forward_hook(self.see_dtypes)
+
+    def see_dtypes(self, router: nn.Module, args: Any, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        self.found.dtypes_of_routers |= {each.dtype for each in outputs if each.is_floating_point()}
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.events.clear()
@@ -132,6 +143,8 @@ class Watch(Callback):
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         self.found.parameters.append(whole_parameters(pl_module))
         monitor = next(each for each in trainer.callbacks if isinstance(each, ExpertLoadMonitor))
+        throughput = next(each for each in trainer.callbacks if isinstance(each, ThroughputMonitor))
+        self.found.tokens_seen = throughput.tokens_seen
         self.found.tokens = {name: trainer.strategy.reduce(tokens_E, reduce_op="sum")
                              for name, tokens_E in monitor.tokens_on_this_rank("train").items()}  # fmt: skip
 
@@ -148,7 +161,8 @@ def train(case: Case) -> Found:
         _, _, keep = fit(
             LAYOUT | dict(recompute=case.recompute), Model,
             lambda dp: batches(case.num_accumulated, dp * case.num_accumulated), shift="module",
-            callbacks=(watch, ExpertLoadMonitor(plot=False)), max_steps=NUM_STEPS, precision=case.precision,
+            callbacks=(watch, ExpertLoadMonitor(plot=False), ThroughputMonitor(every_n_steps=1)),
+            max_steps=NUM_STEPS, precision=case.precision,
             accumulate_grad_batches=case.num_accumulated, gradient_clip_val=case.clip,
         )  # fmt: skip
     watch.found.gradients = keep.steps
@@ -286,6 +300,13 @@ def test_every_token_is_counted_once_for_each_of_its_experts(case, ranks4):
         most = 0 if case.precision == "32-true" else MOST_SENT_ELSEWHERE * num_tokens
         for name, tokens_E in found.tokens.items():
             assert int((tokens_E - expected.tokens[name]).abs().sum()) / 2 <= most
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tokens_are_counted_once_and_routers_compute_in_fp32(case, ranks4):
+    for found in found_by(ranks4, case):
+        assert found.tokens_seen == NUM_STEPS * NUM_SEQUENCES * case.num_accumulated * LENGTH
+        assert found.dtypes_of_routers == {torch.float32}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
