@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+SECONDS_TO_OUTLIVE = 5.0
+"""How long a rank outlives the test run that started it."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -80,7 +82,12 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
+    parent = os.getppid()
     while True:
+        # Siblings hold the pipe open as well, so that a parent which was killed is not seen at its end.
+        while not connection.poll(SECONDS_TO_OUTLIVE):
+            if os.getppid() != parent:
+                os._exit(1)
         function, args = pickle.loads(connection.recv_bytes())
         torch.manual_seed(0)
         try:

@@ -1,5 +1,6 @@
 """Saves that die, and disks that fail: the checkpoint before stays, and every rank hears why."""
 
+import errno
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from lightning_moe_strategy.checkpoint import publish
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.save import save_directory, save_file
 from lightning_moe_strategy.checkpoint.storage import LocalStorage
-from lightning_moe_strategy.checkpoint.writer import SummedStream
+from lightning_moe_strategy.checkpoint.writer import SummedFiles, SummedStream
 from tests.checkpoints import ABOUT, dies, save, sharded_state, value_of
 from tests.ranks import RankError
 
@@ -208,6 +209,35 @@ def test_every_rank_hears_which_rank_failed_and_what_to_do_and_the_former_checkp
     assert "save_hyperparameters(ignore=[...])" in found["hyperparameters"]
     if found["not root"] != "skipped":
         assert "PermissionError" in found["not root"] and "where the user who trains may write" in found["not root"]
+
+
+class FullAfter(LocalStorage):
+    """Takes so many writes to a file."""
+
+    def __init__(self, num_writes: int) -> None:
+        self.num_left = num_writes
+
+    def open(self, path: str, mode: str) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def write(self, content: Any) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("num_writes", range(0, 12, 3))
+def test_what_failed_below_torchs_writer_is_told_and_not_what_it_makes_of_it(num_writes, tmp_path):
+    files = SummedFiles(FullAfter(num_writes))
+    with pytest.raises(OSError, match="No space left on device"):
+        with files.create_stream(f"{tmp_path}/shard", "wb") as stream:
+            torch.save(torch.zeros(400_000), stream)
 
 
 def filled(folder: str) -> tuple[str, str]:

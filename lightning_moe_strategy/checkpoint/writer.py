@@ -31,12 +31,18 @@ class SummedStream(io.RawIOBase):
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.num_bytes = self.crc32 = 0
+        self.error: OSError | None = None
+        """Why nothing more could be written."""
 
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
-        self._stream.write(content)
+        try:
+            self._stream.write(content)
+        except OSError as error:
+            self.error = error
+            raise
         num_bytes = memoryview(content).nbytes
         self.num_bytes += num_bytes
         self.crc32 = zlib.crc32(content, self.crc32)
@@ -66,7 +72,13 @@ class SummedFiles(FileSystemBase):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         with self._storage.open(os.fspath(path), mode) as stream:
             summed = SummedStream(stream)
-            yield summed
+            try:
+                yield summed
+            except RuntimeError as reason:
+                if summed.error is None:
+                    raise
+                # torch's writer of ZIP files tells of positions in the file, not of what happened below it.
+                raise summed.error from reason
             self._storage.sync(stream)
         self.records[_name(path)] = summed.record
 
