@@ -112,7 +112,8 @@ class LoaderPosition:
         self._before: dict[int, Position] = {}
         self._workers: dict[int, bytes] = {}
         self._resumed: Position | None = None
-        self._instead: list[list[int]] | None = None
+        self._num_read_by_others: int | None = None
+        """Samples of the epoch, where a pass goes on after ranks of another layout."""
 
     @property
     def is_resumed(self) -> bool:
@@ -235,7 +236,9 @@ class LoaderPosition:
     def _opened(self, num_skipped: int, beginning: Beginning) -> Iterator[Any]:
         """The batches of a pass after the first ``num_skipped``."""
         if self._reader is not None:
-            instead, self._instead = self._instead, None
+            num_read, self._num_read_by_others = self._num_read_by_others, None
+            # Not earlier: the sampler is told its epoch just before its first batch is asked for.
+            instead = None if num_read is None else rest_in_global_order(self.loader, num_read)
             return self._reader.begin(
                 num_skipped=0 if instead is not None else num_skipped,
                 instead=instead,
@@ -273,9 +276,10 @@ class LoaderPosition:
         dp, size = self._new.dp, self._new.batch_size
         if saved.num_samples is not None and size is not None:
             if self._reader is not None:
-                self._instead = rest_in_global_order(self.loader, saved.num_samples)
-                if self._instead is not None:
-                    return max(len(self.loader) - len(self._instead), 0)
+                rest = rest_in_global_order(self.loader, saved.num_samples)
+                if rest is not None:
+                    self._num_read_by_others = saved.num_samples
+                    return max(len(self.loader) - len(rest), 0)
             elif not self._keeps_state and saved.num_samples % (dp * size) == 0:
                 self._loop.say(
                     f"{self.name} was read by {saved.dp} ranks and is now by {dp}. It goes on after "
