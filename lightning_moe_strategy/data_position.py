@@ -27,6 +27,8 @@ class Beginning:
     """Of the loader and its samplers."""
     starts_workers: bool
     """False where those of the pass before went on."""
+    epoch: int | None = None
+    """As a DistributedSampler was told; a run that ends inside an epoch has the next tell it another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +205,16 @@ class LoaderPosition:
         if not keeps_workers:
             self._workers = {}
         beginning = Beginning(
-            random=random_state(), generators=self._generator_states(), starts_workers=not self._workers
-        )
+            random=random_state(), generators=self._generator_states(), starts_workers=not self._workers,
+            epoch=None if self._sampler is None else self._sampler.epoch,
+        )  # fmt: skip
         self._now = replace(self._now, beginning=beginning, checksum=0)
         return self._opened(0, beginning)
 
     def _begun_inside(self, saved: Position, beginning: Beginning) -> Iterator[Any]:
         self._set_generators(beginning.generators)
+        if self._sampler is not None and beginning.epoch is not None:
+            self._sampler.set_epoch(beginning.epoch)
         with random_state_of(beginning.random):
             if self._keeps_state:
                 self.loader.load_state_dict(saved.own_state)
