@@ -1,4 +1,4 @@
-"""One outcome for all ranks that read a checkpoint: what is wrong on one of them is raised on every one."""
+"""One outcome for all ranks that save or read a checkpoint: what is wrong on one of them is raised on every one."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,20 +16,39 @@ def together(where: str, action: Callable[[], _Result], group: dist.ProcessGroup
     Raises:
         CheckpointError: on every rank, in the words of the first that failed.
     """
+
+    def told(words: list[str | None], failed: list[int]) -> str:
+        prefix = "" if len(failed) == len(words) else f"On rank {', '.join(map(str, failed))}: "
+        return f"{prefix}{words[failed[0]]}"
+
+    return one_outcome(action, lambda error: _explained(where, error), told, group)
+
+
+def one_outcome(
+    action: Callable[[], _Result],
+    explain: Callable[[Exception], str],
+    told: Callable[[list[str | None], list[int]], str],
+    group: dist.ProcessGroup | None,
+) -> _Result:
+    """The result of ``action``. An error is put into words by ``explain``; ``told`` makes of everyone's words, and the
+    ranks that have some, what all of them raise.
+
+    Raises:
+        CheckpointError: on every rank, if one has an error.
+    """
     error: Exception | None = None
     try:
         result = action()
     except Exception as reason:
         error = reason
-    words: list[str | None] = [None if error is None else _explained(where, error)]
+    words: list[str | None] = [None if error is None else explain(error)]
     if group is not None:
         words = words * group.size()
         dist.all_gather_object(words, words[group.rank()], group=group)
     failed = [rank for rank, said in enumerate(words) if said is not None]
-    if not failed:
-        return result
-    prefix = "" if len(failed) == len(words) else f"On rank {', '.join(map(str, failed))}: "
-    raise CheckpointError(f"{prefix}{words[failed[0]]}") from error
+    if failed:
+        raise CheckpointError(told(words, failed)) from error
+    return result
 
 
 def _explained(where: str, error: Exception) -> str:

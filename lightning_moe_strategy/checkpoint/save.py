@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from lightning_moe_strategy._torch_compat import tensors_in
+from lightning_moe_strategy.checkpoint.agreement import one_outcome
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.manifest import MANIFEST, METADATA, REST, FileRecord, Manifest, TensorRecord
 from lightning_moe_strategy.checkpoint.plain import packed
@@ -122,17 +123,12 @@ def agreed(path: str, action: Callable[[], _Result], group: dist.ProcessGroup) -
     Raises:
         CheckpointError: on every rank, in the words of the first that failed.
     """
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as reason:
-        error = reason
-    answers: list[str | None] = [None] * group.size()
-    dist.all_gather_object(answers, None if error is None else explained(path, error, group.rank()), group=group)
-    words = next((answer for answer in answers if answer is not None), None)
-    if words is not None:
-        raise CheckpointError(words) from error
-    return result
+    return one_outcome(
+        action,
+        lambda error: explained(path, error, group.rank()),
+        lambda words, failed: str(words[failed[0]]),
+        group,
+    )
 
 
 def explained(path: str, error: BaseException, rank: int) -> str:
