@@ -184,7 +184,8 @@ def measured(
                 if number:
                     seconds[kind].setdefault(name, []).append(time.perf_counter() - started)
     with open_directory(str(folder / "ours")) as saved:
-        return {"seconds": seconds, "bytes": saved.num_bytes, "read": num_bytes_read}
+        num_bytes = sum(stored.shape.numel() * stored.dtype.itemsize for stored in saved.tensors().values())
+    return {"seconds": seconds, "bytes": num_bytes, "read": num_bytes_read}
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -7,10 +7,12 @@ Lightning class takes its base from here. Private names, seen in Lightning 2.6, 
 import importlib
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -288,6 +290,17 @@ def hand_over_weights_only(strategy: type[ParallelStrategy]) -> None:
     Trainer._run = run_with  # type: ignore[method-assign]
 
 
+def take_over_children(strategy: ParallelStrategy) -> list[Popen[Any]]:
+    """The ranks that this process has started, in order; Lightning does not look after them any more.
+
+    It would kill this process as well, when it finds that one has ended: at once, whatever is to be said or closed.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            thread._child_processes = []  # type: ignore[attr-defined]
+    return list(getattr(strategy.launcher, "procs", ()))
+
+
 def evaluate_without_inference_mode(trainer: Trainer) -> None:
     """Validation, test and prediction run under ``torch.no_grad``, whatever ``inference_mode`` says."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -300,8 +313,11 @@ def detects_anomalies(trainer: Trainer) -> bool:
 
 
 def logs_graph(logger: object) -> bool:
-    """Whether it is a logger that traces the model's forward."""
-    return bool(getattr(logger, "_log_graph", False))
+    """Whether it is a logger that traces the model's forward.
+
+    ``DummyLogger``, which ``fast_dev_run`` puts in the place of others, answers every name with a function.
+    """
+    return getattr(logger, "_log_graph", False) is True
 
 
 def registry_of(trainer: Trainer) -> str | None:
@@ -374,6 +390,7 @@ __all__ = [
     "resumes_inside_epoch",
     "set_batches_done",
     "show_loaders",
+    "take_over_children",
     "weigh_logged_means",
     "wrap_hooks_before_step",
 ]

@@ -105,7 +105,7 @@ def ask(case: Case) -> Witnesses:
         "first layer's experts": f"{first} experts",
         "first layer's expert gradients": f"{first} expert gradients",
         "first layer's attention": "0 attention",
-        "embedding gathered": "embed",
+        "embedding's gradient": "embed",
         "embedding reduced": "embed reduced",
         "optimizer": "optimizer",
     }

@@ -24,7 +24,7 @@ from lightning_moe_strategy.units import find_routers
 from tests.flavour import Callback, LightningModule
 from tests.modules import VOCABULARY, loader
 from tests.parity import LAYOUTS_OF_4, fit, whole
-from tests.test_communication import Event, count, recorded_events
+from tests.test_communication import Event, assert_gathered_and_reduced_once, recorded_events
 
 pytestmark = pytest.mark.slow
 
@@ -310,13 +310,11 @@ def test_tokens_are_counted_once_and_routers_compute_in_fp32(case, ranks4):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_unit_is_gathered_twice_and_reduced_once_a_micro_batch(case, ranks4):
+def test_each_unit_is_gathered_once_in_each_pass_that_reads_it_and_reduced_once(case, ranks4):
     for found in found_by(ranks4, case):
-        once = dict.fromkeys(found.kinds, 1)
         assert len(found.traffic) == NUM_STEPS * case.num_accumulated
-        for forward, backward in found.traffic:
-            assert count(forward, "gather") == count(backward, "gather") == count(backward, "reduce") == once
-            assert count(forward, "reduce") == {}
+        for step in found.traffic:
+            assert_gathered_and_reduced_once(step, found.kinds)
         assert found.unsharded == []
 
 

@@ -104,6 +104,11 @@ def test_one_rank_may_save_after_its_error(ranks1):
     assert "Error" not in ranks1(words_of, dict(fsdp=1), options)[0]
 
 
+def test_the_logger_of_a_fast_run_answers_to_every_name_and_is_taken(ranks1, tmp_path):
+    options = dict(logger=L.loggers.CSVLogger(tmp_path), fast_dev_run=1)
+    assert "Error" not in ranks1(words_of, dict(fsdp=1), options)[0]
+
+
 def test_a_whole_module_is_not_compiled_but_its_blocks(ranks2):
     """Lightning's own rule, whose words name other strategies."""
     assert all("torch.compile" in error for error in ranks2(words_of, FSDP2, {}, compiled))

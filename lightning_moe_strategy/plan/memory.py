@@ -31,7 +31,7 @@ MOMENTS = (
     "first layer's expert gradients",
     "first layer's MLP norm",
     "first layer's attention",
-    "embedding gathered",
+    "embedding's gradient",
     "embedding reduced",
     "optimizer",
 )
@@ -121,7 +121,7 @@ def dense_moments(workload: Workload, side: DenseSide) -> Moments:
         "first layer's expert gradients": {**at(first), **weights.during_expert_reduction(first), **reduced},
         "first layer's MLP norm": backward.during_norm(at(0), weights, workload, 0),
         "first layer's attention": backward.during_attention(at(0), weights, workload, 0),
-        "embedding gathered": {
+        "embedding's gradient": {
             **before_embedding,
             **weights.before_embedding(),
             "recompute_backward": BF16 * shape.hidden * workload.tokens_per_gpu(side),
@@ -193,7 +193,7 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
         },
         "first layer's MLP norm": at(layers=0, gradients=1),
         "first layer's attention": at(layers=0, gradients=1),
-        "embedding gathered": at(layers=0, gradients=1),
+        "embedding's gradient": at(layers=0, gradients=1),
         "embedding reduced": at(layers=0, gradients=1),
         "optimizer": {**at(layers=0, gradients=1), "optimizer_temporaries": FP32 * local * is_adamw},
     }

@@ -78,12 +78,12 @@ class DenseWeights:
         return {"reduce_scatter_input": (BF16 + FP32) * self.parameters(-1)}
 
     def before_embedding(self) -> Buckets:
-        """Once its weights are gathered and copied, which its backward does not need: FSDP2 gathers every unit."""
-        gathered = self._gathered_ahead(-1) + BF16 * self.parameters(-1)
-        return {"dense_units": gathered, "reduce_scatter_input": FP32 * self.parameters(0)}
+        """Once its gradient is there."""
+        return {"dense_units": BF16 * self.parameters(-1), "reduce_scatter_input": FP32 * self.parameters(0)}
 
     def _gathered(self, layer: int) -> float:
-        return BF16 * self.parameters(layer) + self._gathered_ahead(layer - 1)
+        """Backward. A lookup's weights, before the first layer, are not read there."""
+        return BF16 * self.parameters(layer) + (self._gathered_ahead(layer - 1) if layer else 0.0)
 
     def _gathered_ahead(self, layer: int) -> float:
         return BF16 * self.parameters(layer) if self.side.shards > 1 else 0.0
