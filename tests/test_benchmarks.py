@@ -106,3 +106,14 @@ def test_step_cost_judges_by_the_better_of_the_others_round_by_round():
     assert (ep2.numerator, ep2.denominator) == (names["OURS_EP2"], names["LIGHTNING"])
     assert (ep2.min, ep2.median, ep2.max) == (1.0, 1.0, 3.3 / 3.0)
     assert [goal.is_met for goal in goals] == [True, True, True, False, False, True]
+
+
+@pytest.mark.slow
+def test_checkpoint_speed_reads_each_byte_once_and_judges_its_goals(tmp_path):
+    options = ["--gigabytes", "0.02", "--hidden", "256", "--repeats", "1", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.checkpoint_speed", *options]
+    result = subprocess.run(command, cwd=BENCHMARKS[0].parent.parent, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "a load reads each byte 1.0000 times" in result.stdout
+    assert result.stdout.count("(<= 1.1)") == 4 and "of a save (<= 10%)" in result.stdout
+    assert not list(tmp_path.iterdir())

@@ -26,6 +26,7 @@ from lightning_moe_strategy.checkpoint.manifest import MANIFEST, Manifest
 from lightning_moe_strategy.checkpoint.plain import require_plain
 from lightning_moe_strategy.checkpoint.save import save_directory, save_file
 from lightning_moe_strategy.checkpoint.storage import LocalStorage, plain_path, storage_of
+from lightning_moe_strategy.checkpoint.writer import SummedFiles
 from tests.checkpoints import ABOUT, COLUMNS, NUM_WEIGHTS, ROWS, read_whole, save, value_of
 from tests.flavour import L
 from tests.modules import PlainLanguageModel, loader
@@ -426,3 +427,25 @@ def replicated(path: str) -> None:
         tensors[f"w{i}"] = distribute_tensor(torch.randn(32 * (1 + i % 5), 16), mesh, placements)
     assert dist.group.WORLD is not None
     save_directory(path, {"state_dict": tensors}, {}, **ABOUT, group=dist.group.WORLD)
+
+
+class Noting(LocalStorage):
+    """What the disk is asked to begin with, and what is in the file by then."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int, int]] = []
+
+    def begin_sync(self, stream: Any, offset: int, num_bytes: int) -> None:
+        super().begin_sync(stream, offset, num_bytes)
+        self.begun.append((offset, num_bytes, os.fstat(stream.fileno()).st_size))
+
+
+def test_the_disk_begins_while_a_large_file_is_still_being_written(tmp_path):
+    storage, piece = Noting(), bytes(range(256)) * (1 << 16)  # 16.8 MB
+    files = SummedFiles(storage)
+    with files.create_stream(str(tmp_path / "large"), "wb") as stream:
+        for _ in range(9):
+            stream.write(piece)
+    assert storage.begun == [(0, 4 * len(piece), 4 * len(piece)), (4 * len(piece), 4 * len(piece), 8 * len(piece))]
+    assert files.records["large"].crc32 == zlib.crc32(piece * 9)
+    assert (tmp_path / "large").read_bytes() == piece * 9

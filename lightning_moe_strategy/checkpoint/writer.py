@@ -6,9 +6,10 @@ The format stays torch's own default, so that its tools read it.
 import io
 import os
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import IO, Any
 
 import torch
@@ -23,13 +24,15 @@ from lightning_moe_strategy.checkpoint.storage import Storage
 
 _BYTES_AROUND = 1200
 """What ``torch.save`` writes around the numbers of a tensor."""
+_BYTES_AT_ONCE = 1 << 26
 
 
 class SummedStream(io.RawIOBase):
     """Passes on what is written to it, and knows how much that was and its checksum."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[bytes], begin_sync: Callable[[int, int], None] | None = None) -> None:
+        """``begin_sync(offset, num_bytes)`` is called for every ``_BYTES_AT_ONCE`` that were written."""
+        self._stream, self._begin_sync, self._begun = stream, begin_sync, 0
         self.num_bytes = self.crc32 = 0
         self.error: OSError | None = None
         """Why nothing more could be written."""
@@ -46,6 +49,9 @@ class SummedStream(io.RawIOBase):
         num_bytes = memoryview(content).nbytes
         self.num_bytes += num_bytes
         self.crc32 = zlib.crc32(content, self.crc32)
+        if self._begin_sync is not None and self.num_bytes - self._begun >= _BYTES_AT_ONCE:
+            self._begin_sync(self._begun, self.num_bytes - self._begun)
+            self._begun = self.num_bytes
         return num_bytes
 
     def tell(self) -> int:
@@ -71,7 +77,7 @@ class SummedFiles(FileSystemBase):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         with self._storage.open(os.fspath(path), mode) as stream:
-            summed = SummedStream(stream)
+            summed = SummedStream(stream, partial(self._storage.begin_sync, stream))
             try:
                 yield summed
             except RuntimeError as reason:
