@@ -6,7 +6,7 @@ parameters, as far as it is made of tensors, numbers, lists, dicts and sets.
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ def rehearsal(
         stack.enter_context(_silent(trainer, module))
         stack.enter_context(_NoRandomness())
         yield
+
+
+def without_randomness() -> AbstractContextManager[object]:
+    """Inside, what is drawn is replaced by its mean, and dropout keeps every element."""
+    return _NoRandomness()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ have is compared.
 Shapes: R sequences of the batch, L tokens of this rank, T tokens of the whole sequence, K picks per token.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,10 +143,15 @@ class RoutingWatch:
     @contextmanager
     def second_run(self, group: AnyGroup) -> Generator[None, None, None]:
         """Pick for the whole what the ranks of ``group`` have picked for their parts."""
-        gathered = self._gathered(group)
+        with self.repeating(self._gathered(group)):
+            yield
+
+    @contextmanager
+    def repeating(self, picks: Mapping[str, Iterator[Tensor]]) -> Generator[None, None, None]:
+        """Pick for the whole, layer by layer, ``picks`` [R, T, K]; the natural ones where -1 stands or none is left."""
 
         def repeat(layer: str, scores: Tensor, natural: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return self._repeat(next(gathered[layer], None), scores, natural)
+            return self._repeat(next(picks[layer], None), scores, natural)
 
         with self._layers(), _Picks(self, repeat, self.places.whole_shape):
             yield

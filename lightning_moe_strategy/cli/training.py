@@ -1,7 +1,8 @@
 """fit, validate, test and predict from a YAML file: LightningCLI with models built on the meta device."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,24 +38,32 @@ class MoELightningCLI(LightningCLI):
             with torch.device("meta"):
                 return build(model_class, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 
-        if self._uses_strategy():
+        if is_strategy(self._get(self.config, "trainer").strategy):
             self.parser.add_instantiator(build_on_meta, LightningModule, subclasses=True, prepend=True)
 
-    def _uses_strategy(self) -> bool:
-        strategy = self._get(self.config, "trainer").strategy
-        if isinstance(strategy, str):
-            return strategy.lower() == FSDPCPEPStrategy.strategy_name
-        return getattr(strategy, "class_path", None) in _CLASS_PATHS
+
+def is_strategy(node: Any) -> bool:
+    """Whether ``trainer.strategy`` of a parsed configuration is this package's."""
+    if isinstance(node, str):
+        return node.lower() == FSDPCPEPStrategy.strategy_name
+    return getattr(node, "class_path", None) in _CLASS_PATHS
 
 
 def run(arguments: Sequence[str]) -> MoELightningCLI:
     """Parse the arguments of one command and run it; the finished CLI holds trainer, model and datamodule."""
-    with warnings.catch_warnings():
-        for message in _NOT_FOR_USERS:
-            warnings.filterwarnings("ignore", message)
+    with quiet_cli():
         return MoELightningCLI(
             args=list(arguments),
             trainer_defaults={"strategy": FSDPCPEPStrategy.strategy_name},
             save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
         )
+
+
+@contextmanager
+def quiet_cli() -> Generator[None, None, None]:
+    """Without the warnings about the code of others."""
+    with warnings.catch_warnings():
+        for message in _NOT_FOR_USERS:
+            warnings.filterwarnings("ignore", message)
+        yield

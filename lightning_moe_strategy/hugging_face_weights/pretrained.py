@@ -53,18 +53,23 @@ def pending_weights(root: nn.Module, group: dist.ProcessGroup) -> dict[str, "Pre
     Raises:
         CheckpointError: on every rank, if the folder does not fit on one.
     """
-    waiting = {name: module for name, module in root.named_modules() if hasattr(module, _FOLDER)}
+    waiting = waiting_folders(root)
     weights: dict[str, PretrainedWeights] = {}
     if not waiting:
         return weights
     error: Exception | None = None
     try:
-        for name, module in waiting.items():
-            weights[name] = PretrainedWeights(module, Path(getattr(module, _FOLDER)))
+        for name, folder in waiting.items():
+            weights[name] = PretrainedWeights(root.get_submodule(name), Path(folder))
     except Exception as reason:  # of any kind: the others must hear of it
         error = reason
     raise_together(error, group, "comparing a Hugging Face folder with the model")
     return weights
+
+
+def waiting_folders(root: nn.Module) -> dict[str, str]:
+    """By the name of a model inside ``root``, the folder whose weights `load_pretrained` has left to read."""
+    return {name: getattr(module, _FOLDER) for name, module in root.named_modules() if hasattr(module, _FOLDER)}
 
 
 def names_given(weights: Mapping[str, "PretrainedWeights"]) -> set[str]:
