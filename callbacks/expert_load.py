@@ -14,15 +14,21 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_moe_strategy._lightning_compat import Callback, LightningModule, Trainer
+from lightning_moe_strategy.callbacks.expert_load_history import ExpertLoadHistory
 from lightning_moe_strategy.callbacks.expert_load_report import (
-    draw_heat_map,
+    OF_BALANCING,
+    LayerLoad,
     layer_loads,
+    load_figure,
     load_table,
+    show_in_loggers,
     summarize,
 )
 from lightning_moe_strategy.callbacks.moved_experts import MovedExperts
+from lightning_moe_strategy.callbacks.run_description import write_run_description
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
+from lightning_moe_strategy.report.expert_series import FILE_NAME
 
 Tokens = dict[str, Tensor]
 """Tokens per expert by layer."""
@@ -66,33 +72,62 @@ class ExpertLoadMonitor(Callback):
 
     Training figures are of the tokens since the last figures; the progress bar shows the first as ``skew``.
 
+    Beside the logs, where the Trainer has a logger, stand ``expert_load.jsonl``, the tokens behind every training
+    figure (report/expert_series.py says how; at most 256 windows of them), and ``run.json``, what the run is:
+    ``lightning-moe report`` makes a page of them.
+
     Args:
         log_every_n_steps: optimizer steps between two figures; None takes the Trainer's.
-        plot: write ``expert_load.png``, layers x experts over the whole fit, next to the logs, and print a table with
-            skews, experts that moved, and what ETP would do and cost.
+        plot: at the end of fit write ``expert_load.png`` next to the logs: layers x experts, tokens since the figures
+            before the last, and every layer's skew over the fit. Loggers that take pictures (``add_figure`` or
+            ``add_image`` of their experiment, as TensorBoard has) get it as ``expert_load/train``. And print a table
+            of the whole fit with skews, experts that moved, and what ETP would do and cost.
+        image_every_n_logs: draw that for the loggers at every so many figures too; a second or so each on rank 0,
+            which the others wait for. None: at the end alone.
 
     Attributes:
         last_skew: the ``skew`` last logged in training; None before.
         last_tokens: tokens per expert by layer, all ranks together, of the fit so far when last logged.
     """
 
-    def __init__(self, log_every_n_steps: int | None = None, *, plot: bool = True) -> None:
+    def __init__(
+        self, log_every_n_steps: int | None = None, *, plot: bool = True, image_every_n_logs: int | None = None
+    ) -> None:
         if log_every_n_steps is not None and log_every_n_steps < 1:
             raise ValueError(f"log_every_n_steps({log_every_n_steps}) must be at least 1, or None for the Trainer's.")
+        if image_every_n_logs is not None and image_every_n_logs < 1:
+            raise ValueError(
+                f"image_every_n_logs({image_every_n_logs}) must be at least 1, or None for the end of fit alone."
+            )
         self.log_every_n_steps = log_every_n_steps
         self.plot = plot
+        self.image_every_n_logs = image_every_n_logs
         self.last_skew: float | None = None
         self.last_tokens: Tokens = {}
         self._metrics: dict[str, dict[str, TokensPerExpert]] = {}
         self._observers: list[tuple[list[RoutingObserver], RoutingObserver]] = []
         self._moved: MovedExperts | None = None
         self._ep = 1
-        self._logged_step = 0
+        self._logged_step, self._num_logs = 0, 0
+        self._history = ExpertLoadHistory()
+        self._last_window: list[LayerLoad] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_counting(trainer, "train")
         self.last_skew, self.last_tokens = None, {}
-        self._logged_step = trainer.global_step
+        self._logged_step, self._num_logs = trainer.global_step, 0
+        self._history, self._last_window = ExpertLoadHistory(), []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not before: where a fit resumes its step is known now.
+        directory = _directory(trainer) if trainer.loggers and not _is_fast_dev_run(trainer) else None
+        writes = directory is not None and trainer.is_global_zero
+        if "train" in self._metrics:
+            num_experts = {name: metric.tokens_E.numel() for name, metric in self._metrics["train"].items()}
+            path = directory / FILE_NAME if directory is not None and writes else None
+            self._history.start(path, num_experts, step=trainer.global_step)
+        if directory is not None and writes:
+            write_run_description(trainer, pl_module, directory)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -110,15 +145,18 @@ class ExpertLoadMonitor(Callback):
             return
         if self.last_skew is None:
             self._log_train_figures(trainer)
-        layers, moved = layer_loads(self._summed("train"), self._ep), self._moved
+        tokens, moved = self._summed("train"), self._moved
         assert moved is not None
-        moved.take_figures("train", trainer.strategy.root_device)
-        # log_dir is a broadcast: every rank asks for it.
-        directory = trainer.log_dir or trainer.default_root_dir
+        figures = moved.take_figures("train", trainer.strategy.root_device)
+        is_more = trainer.global_step > self._logged_step
+        self._history.finish(trainer.global_step, tokens, self._ep, figures if is_more else {})
+        directory = _directory(trainer)
         if self.plot and trainer.is_global_zero:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            draw_heat_map(layers, Path(directory) / "expert_load.png")
-            Console().print(load_table(layers, caption=moved.summary("train")))
+            figure = load_figure(self._last_window or layer_loads(tokens, self._ep), self._history.skews)
+            directory.mkdir(parents=True, exist_ok=True)
+            figure.savefig(directory / "expert_load.png")
+            show_in_loggers(figure, trainer.loggers, step=trainer.global_step)
+            Console().print(load_table(layer_loads(tokens, self._ep), caption=moved.summary("train")))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note_moved("train")
@@ -149,6 +187,7 @@ class ExpertLoadMonitor(Callback):
                 "last_tokens": self.last_tokens,
                 "last_skew": self.last_skew,
                 "logged_step": self._logged_step,
+                "history": self._history.state(),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,6 +198,9 @@ class ExpertLoadMonitor(Callback):
                 metric.tokens_E.copy_(tokens_E)
         self.last_tokens, self.last_skew = state_dict["last_tokens"], state_dict["last_skew"]
         self._logged_step = state_dict["logged_step"]
+        # A checkpoint of a version without one: the history goes on after its last figures.
+        here = {"since": self._logged_step, "base": self.last_tokens}
+        self._history.load_state(state_dict.get("history", here))
 
     def tokens_on_this_rank(self, stage: str) -> Tokens:
         """Tokens per expert by layer that this rank routed in ``stage`` ("train", "validate", "test") so far."""
@@ -211,6 +253,14 @@ class ExpertLoadMonitor(Callback):
         self.last_tokens = tokens
         figures = self._log(trainer, "train", recent)
         self.last_skew = figures["skew"]
+        self._num_logs += 1
+        self._last_window = layer_loads(recent, self._ep)
+        of_balancing = {name: figure for name, figure in figures.items() if name.startswith(OF_BALANCING)}
+        self._history.add(trainer.global_step, tokens, self._ep, of_balancing)
+        every = self.image_every_n_logs
+        if every and self._num_logs % every == 0 and trainer.is_global_zero:
+            figure = load_figure(self._last_window, self._history.skews)
+            show_in_loggers(figure, trainer.loggers, step=trainer.global_step)
         return figures
 
     def _log_evaluation(self, trainer: Trainer, stage: str) -> None:
@@ -226,6 +276,16 @@ class ExpertLoadMonitor(Callback):
                 {f"expert_load/{stage}/{name}": figure for name, figure in figures.items()}, step=trainer.global_step
             )
         return figures
+
+
+def _directory(trainer: Trainer) -> Path:
+    """Where the run's logs are. A broadcast: every rank asks."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def _is_fast_dev_run(trainer: Trainer) -> bool:
+    num_batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
+    return bool(num_batches)
 
 
 def _log_every_n_steps(trainer: Trainer) -> int:

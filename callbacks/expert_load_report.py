@@ -5,10 +5,12 @@ Shapes: E experts of a layer, P ranks of the ep axis.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -16,10 +18,14 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_moe_strategy.plan.tensor_parallel import degrees_of, grouped_loads, price
+from lightning_moe_strategy.report.layer_names import short_names
 
 # A table of more lines than this scrolls the rest of the log away.
 MAX_TABLE_LAYERS = 16
 MAX_LAYER_LABELS = 32
+IMAGE_TAG = "expert_load/train"
+OF_BALANCING = ("rank_skew_at_home", "rank_skew_computed", "moved_experts")
+"""How the figures begin that tell what balancing by redundant experts did."""
 
 
 def skew(load: Tensor) -> float:
@@ -111,17 +117,43 @@ def load_table(layers: Sequence[LayerLoad], *, caption: str | None = None) -> Ta
     return table
 
 
-def draw_heat_map(layers: Sequence[LayerLoad], path: Path) -> None:
-    """Layers x experts as a PNG; the colour is a layer's load over its mean, lines separate the ranks of ep."""
+def load_figure(layers: Sequence[LayerLoad], skews: Sequence[tuple[int, Sequence[float]]]) -> Figure:
+    """Layers x experts, the colour a layer's load over its mean, and beside it each layer's skew over the steps.
+
+    Lines separate the ranks of ep. ``skews``: (step, skew of each layer), a column each; empty leaves them out.
+    """
+    num_experts = max(layer.tokens_E.numel() for layer in layers)
+    width = min(18.0, max(6.0, 2.5 + 0.12 * num_experts))
+    height = min(16.0, max(2.6, 1.6 + 0.24 * len(layers)))
+    figure = Figure(figsize=(width + (4.5 if skews else 0.0), height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    if not skews:
+        _draw_loads(figure, figure.add_subplot(), layers)
+        return figure
+    loads, over_time = figure.subplots(1, 2, width_ratios=(width, 4.5))
+    _draw_loads(figure, loads, layers)
+    _draw_skews(figure, over_time, skews)
+    return figure
+
+
+def show_in_loggers(figure: Figure, loggers: Sequence[object], *, step: int) -> None:
+    """Give the figure to every logger whose experiment takes pictures. On the rank whose loggers write."""
+    for logger in loggers:
+        experiment: Any = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_figure"):
+            experiment.add_figure(IMAGE_TAG, figure, global_step=step, close=False)
+        elif hasattr(experiment, "add_image"):
+            canvas: Any = FigureCanvasAgg(figure)
+            canvas.draw()
+            pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+            experiment.add_image(IMAGE_TAG, pixels, global_step=step, dataformats="HWC")
+
+
+def _draw_loads(figure: Figure, axes: Axes, layers: Sequence[LayerLoad]) -> None:
     num_experts = max(layer.tokens_E.numel() for layer in layers)
     relative = torch.full((len(layers), num_experts), float("nan"))
     for row, layer in zip(relative, layers, strict=True):
         row[: layer.tokens_E.numel()] = layer.tokens_E / layer.tokens_E.double().mean().clamp(min=1e-12)
-    width = min(18.0, max(6.0, 2.5 + 0.12 * num_experts))
-    height = min(16.0, max(2.6, 1.6 + 0.24 * len(layers)))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     # 2 is where the busiest rank takes twice its share; above it one colour would hide how much.
     highest = max(2.0, float(relative.nan_to_num(0).max()))
     image = axes.imshow(relative.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=highest)
@@ -134,29 +166,20 @@ def draw_heat_map(layers: Sequence[LayerLoad], path: Path) -> None:
     if all(layer.tokens_E.numel() == num_experts for layer in layers):
         for rank in range(1, ep):
             axes.axvline(rank * num_experts / ep - 0.5, color="white", linewidth=0.8)
-    figure.savefig(path, dpi=120)
+
+
+def _draw_skews(figure: Figure, axes: Axes, skews: Sequence[tuple[int, Sequence[float]]]) -> None:
+    columns = np.array([each for _, each in skews], dtype=float).T
+    image = axes.imshow(
+        columns, aspect="auto", interpolation="nearest", cmap="magma", vmin=1, vmax=max(2, columns.max())
+    )
+    figure.colorbar(image, ax=axes, label="max / mean")
+    places = sorted({round(place) for place in np.linspace(0, len(skews) - 1, 4)})
+    axes.set_xticks(places, [f"{skews[place][0]:,}" for place in places])
+    axes.set_yticks([])
+    axes.set(xlabel="step", title="Skew of each layer")
 
 
 def layer_loads(tokens: Mapping[str, Tensor], ep: int) -> list[LayerLoad]:
     """One `LayerLoad` for each layer's count of tokens per expert."""
     return [LayerLoad(name=name, tokens_E=tokens_E, ep=ep) for name, tokens_E in tokens.items()]
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the parts all of them share: ``layers.3.mlp.experts`` among its like is ``3``."""
-    parts = [name.split(".") for name in names]
-    shortest = min(len(part) for part in parts)
-    first = _num_shared(parts)
-    last = min(_num_shared([part[::-1] for part in parts]), shortest - first)
-    if first + last >= shortest:
-        return list(names)
-    return [".".join(part[first : len(part) - last]) for part in parts]
-
-
-def _num_shared(parts: Sequence[Sequence[str]]) -> int:
-    num_same = 0
-    for column in zip(*parts, strict=False):
-        if len(set(column)) > 1:
-            break
-        num_same += 1
-    return num_same

@@ -57,6 +57,11 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
+    def press(self, key: str, code: int) -> None:
+        """A key with its Windows key code, for whatever has the focus."""
+        for kind in ("rawKeyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
     def screenshot(self, path: Path) -> None:
         """PNG of the whole page, from top to bottom."""
         reply = self._call("Page.captureScreenshot", captureBeyondViewport=True)

@@ -1,5 +1,7 @@
 """Shapes: T tokens, K experts per token, E experts, D hidden size."""
 
+import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,20 +11,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import RunningStage
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_moe_strategy import FSDPCPEPStrategy
+from lightning_moe_strategy.callbacks import expert_load_history
 from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor, TokensPerExpert
+from lightning_moe_strategy.callbacks.expert_load_history import ExpertLoadHistory
 from lightning_moe_strategy.callbacks.expert_load_report import (
     LayerLoad,
-    draw_heat_map,
     layer_loads,
+    load_figure,
     load_table,
-    short_names,
+    show_in_loggers,
     skew,
     summarize,
 )
@@ -31,6 +37,8 @@ from lightning_moe_strategy.expert_parallel.experts import attach, find_experts,
 from lightning_moe_strategy.expert_parallel.redundancy import plan_redundancy
 from lightning_moe_strategy.expert_parallel.redundant import Tally
 from lightning_moe_strategy.models.moe import Experts
+from lightning_moe_strategy.report.expert_series import Series, read_series
+from lightning_moe_strategy.report.layer_names import short_names
 
 NUM_EXPERTS, TOP_K, WIDTH, TOKENS = 4, 2, 8, 16
 
@@ -104,11 +112,11 @@ class MemoryLogger(CSVLogger):
 
 def make_trainer(directory: Path, model: TwoLayers, monitor: ExpertLoadMonitor, ep: int = 2, **kwargs: Any) -> Trainer:
     """A one-device Trainer whose strategy answers what the monitor asks."""
+    kwargs = {"logger": MemoryLogger(directory)} | kwargs
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         callbacks=[monitor],
-        logger=MemoryLogger(directory),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -199,6 +207,144 @@ def test_the_end_of_fit_leaves_a_heat_map_and_a_table(tmp_path: Path, capsys: py
     assert min(image.shape[:2]) > 200 and image[..., :3].std() > 0.05
     table = capsys.readouterr().out
     assert "layers.1.experts" in table and "skew of ep=2" in table and f"{2 * TOKENS * TOP_K}" in table
+
+
+def series_of(trainer: Trainer) -> Series:
+    series = read_series(Path(trainer.log_dir) / "expert_load.jsonl")
+    assert series is not None
+    return series
+
+
+def test_the_file_holds_what_was_routed_in_every_window(tmp_path: Path):
+    """The last step is logged by no interval: the end of fit writes it down."""
+    model, monitor = attached(), ExpertLoadMonitor(2)
+    trainer = make_trainer(tmp_path, model, monitor, max_steps=5)
+    trainer.fit(model, batches(5))
+    series = series_of(trainer)
+    assert series.layers == ("layers.0.experts", "layers.1.experts") and series.num_experts == (4, 4)
+    assert [(window.since, window.step, window.ep) for window in series.windows] == [(0, 2, 2), (2, 4, 2), (4, 5, 2)]
+    for window in series.windows:
+        for layer, tokens_E in zip(model.layers, window.tokens, strict=True):
+            routed = [ids.flatten() for _, ids in layer.routed[window.since : window.step]]
+            assert tokens_E.tolist() == torch.cat(routed).bincount(minlength=4).tolist()
+    described = json.loads((Path(trainer.log_dir) / "run.json").read_text())
+    assert described["model"] == "TwoLayers" and described["layers_with_experts"] == 2
+    assert described["parameters"] == sum(p.numel() for p in model.parameters()) > described["expert_parameters"] > 0
+
+
+@pytest.mark.parametrize("options", [dict(logger=False), dict(fast_dev_run=True)], ids=["no-logger", "fast-dev-run"])
+def test_a_run_that_logs_nothing_writes_nothing_down(tmp_path: Path, options: dict[str, Any]):
+    model = attached()
+    trainer = make_trainer(
+        tmp_path, model, ExpertLoadMonitor(1, plot=False), max_steps=1, default_root_dir=str(tmp_path), **options
+    )
+    trainer.fit(model, batches(1), batches(1))
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".jsonl")]
+
+
+def cumulated(steps: int) -> list[dict[str, Tensor]]:
+    """Tokens of two layers after each step, at random."""
+    torch.manual_seed(1)
+    of_steps = torch.randint(0, 70_000, (steps, 2, 4))
+    return [dict(zip(("a", "b"), tokens, strict=True)) for tokens in of_steps.cumsum(0)]
+
+
+def written(history: ExpertLoadHistory, path: Path, after: list[dict[str, Tensor]], steps: range) -> None:
+    history.start(path, {"a": 4, "b": 4}, step=steps.start)
+    for step in steps:
+        history.add(step + 1, after[step], 2, {"moved_experts": float(step)})
+
+
+def test_a_long_run_keeps_few_windows_and_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expert_load_history, "MAX_WINDOWS", 8)
+    path, after = tmp_path / "expert_load.jsonl", cumulated(101)
+    history = ExpertLoadHistory()
+    written(history, path, after, range(101))
+    history.finish(101, after[-1], 2, {})
+    series = read_series(path)
+    assert series is not None and 4 <= len(series.windows) <= 8
+    assert [window.since for window in series.windows] == [0, *(window.step for window in series.windows[:-1])]
+    assert series.windows[-1].step == 101 and [step for step, _ in history.skews][-1] == 101
+    for window in series.windows:
+        before = after[window.since - 1]["b"] if window.since else torch.zeros(4, dtype=torch.int64)
+        assert window.tokens[1].tolist() == (after[window.step - 1]["b"] - before).tolist()
+    # Of 16 logs each: the mean of 0 to 15.
+    assert series.windows[0].figures == {"moved_experts": 7.5} and series.windows[0].num_logs == 16
+
+
+def test_a_resume_counts_again_from_its_checkpoint_and_a_torn_line_is_left_out(tmp_path: Path):
+    path, after = tmp_path / "expert_load.jsonl", cumulated(6)
+    killed = ExpertLoadHistory()
+    written(killed, path, after, range(3))
+    state = killed.state()
+    for step in (3, 4):
+        killed.add(step + 1, after[step], 2, {})
+    torn = path.read_text().splitlines()[-1]
+    path.write_text(path.read_text().removesuffix(torn + "\n") + torn[:40])
+    found = read_series(path)
+    assert found is not None and [window.step for window in found.windows] == [1, 2, 3, 4]
+
+    resumed = ExpertLoadHistory()
+    resumed.load_state(state)
+    resumed.start(path, {"a": 4, "b": 4}, step=3)
+    resumed.add(6, after[5], 2, {})
+    found = read_series(path)
+    assert found is not None and [(w.since, w.step) for w in found.windows] == [(0, 1), (1, 2), (2, 3), (3, 6)]
+    assert found.windows[-1].tokens[0].tolist() == (after[5]["a"] - after[2]["a"]).tolist()
+    assert [step for step, _ in resumed.skews] == [1, 2, 3, 6]
+    # A run that begins anew in the same folder keeps nothing of the old one.
+    written(ExpertLoadHistory(), path, after, range(1))
+    found = read_series(path)
+    assert found is not None and [window.step for window in found.windows] == [1]
+
+
+def test_a_full_disk_ends_the_file_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, window: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(expert_load_history, "append_window", full)
+    history, after = ExpertLoadHistory(), cumulated(3)
+    with pytest.warns(UserWarning, match="expert_load.jsonl cannot be written .No space left") as warned:
+        written(history, tmp_path / "expert_load.jsonl", after, range(3))
+    assert len(warned) == 1 and [step for step, _ in history.skews] == [1, 2, 3]
+
+
+class Draws:
+    """An experiment that remembers its pictures."""
+
+    def __init__(self, kind: str) -> None:
+        self.pictures: list[tuple[str, Any, int]] = []
+        setattr(self, kind, self._take)
+        self.save = lambda: None
+
+    def _take(self, tag: str, picture: Any, *, global_step: int, **options: Any) -> None:
+        self.pictures.append((tag, picture, global_step))
+
+
+@pytest.mark.parametrize("kind", ["add_figure", "add_image"])
+def test_loggers_that_take_pictures_get_them_at_their_steps(tmp_path: Path, kind: str):
+    class Pictures(MemoryLogger):
+        experiment = Draws(kind)
+
+    model = attached()
+    logger = Pictures(tmp_path)
+    monitor = ExpertLoadMonitor(1, image_every_n_logs=2)
+    make_trainer(tmp_path, model, monitor, max_steps=5, logger=logger).fit(model, batches(5))
+    pictures = logger.experiment.pictures
+    assert [step for _, _, step in pictures] == [2, 4, 5] and {tag for tag, _, _ in pictures} == {"expert_load/train"}
+    if kind == "add_image":
+        assert pictures[0][1].shape[2] == 3 and pictures[0][1].std() > 10
+
+
+def test_tensorboard_gets_the_picture(tmp_path: Path):
+    logger = TensorBoardLogger(str(tmp_path))
+    figure = load_figure(layer_loads({"a": torch.tensor([1, 2, 3, 4])}, ep=2), [])
+    show_in_loggers(figure, [logger, MemoryLogger(tmp_path)], step=7)
+    logger.experiment.flush()
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    (image,) = events.Images("expert_load/train")
+    assert image.step == 7 and image.width > 300 and image.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_observers_go_when_the_trainer_is_done(tmp_path: Path):
@@ -338,7 +484,7 @@ def test_heat_map_takes_layers_of_unequal_numbers_of_experts_and_none_used(tmp_p
         LayerLoad(name="a.experts", tokens_E=torch.tensor([1, 2, 3, 0]), ep=2),
         LayerLoad(name="b.experts", tokens_E=torch.zeros(2, dtype=torch.int64), ep=2),
     ]
-    draw_heat_map(layers, tmp_path / "map.png")
+    load_figure(layers, [(1, (1.5, 1.0))]).savefig(tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
     assert summarize(layers)["dead_experts"] == 3
 
@@ -346,3 +492,53 @@ def test_heat_map_takes_layers_of_unequal_numbers_of_experts_and_none_used(tmp_p
 def test_error_names_the_interval():
     with pytest.raises(ValueError, match=r"log_every_n_steps\(0\)"):
         ExpertLoadMonitor(0)
+    with pytest.raises(ValueError, match=r"image_every_n_logs\(0\)"):
+        ExpertLoadMonitor(image_every_n_logs=0)
+
+
+class SaveAndDie(Callback):
+    """Saves after step 2, and ends the run without its end after step 3."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def killed_and_resumed(directory: Path) -> tuple[list[tuple[int, int]], bool]:
+    """Windows of the resumed run, and whether each holds what the unbroken run's does."""
+
+    def run(version: int, *callbacks: Callback, steps: int = 5, **options: Any) -> Series:
+        torch.manual_seed(0)
+        logger = CSVLogger(str(directory), name="logs", version=version)
+        monitor = ExpertLoadMonitor(1, plot=False)
+        trainer = Trainer(
+            accelerator="cpu", devices=dist.get_world_size(), strategy=FSDPCPEPStrategy(fsdp=2, ep=2), logger=logger,
+            callbacks=[monitor, *callbacks], max_steps=steps, default_root_dir=str(directory),
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with contextlib.suppress(SystemExit):
+            trainer.fit(TwoLayers(), batches(12), **options)
+        dist.barrier()
+        return series_of(trainer)
+
+    unbroken = run(0)
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        run(1, SaveAndDie(directory / "saved"))
+    resumed = run(1, ckpt_path=str(directory / "saved"))
+    is_same = all(
+        np.array_equal(one, other)
+        for window, expected in zip(resumed.windows, unbroken.windows, strict=True)
+        for one, other in zip(window.tokens, expected.tokens, strict=True)
+    )
+    return [(window.since, window.step) for window in resumed.windows], is_same
+
+
+def test_a_killed_run_that_resumes_has_the_windows_of_an_unbroken_one(ranks2: Any, tmp_path: Path):
+    for windows, is_same in ranks2(killed_and_resumed, tmp_path):
+        assert windows == [(step, step + 1) for step in range(5)]
+        assert is_same
