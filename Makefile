@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Two files of tests at a time: many are of one process.
+TOGETHER := -n 2 --dist loadfile
 
-.PHONY: help install demo check test test-slow browser clean
+.PHONY: help install demo check docs test test-slow browser clean
 help:
 	@echo "make demo       train a small mixture of experts on four processes (resumes when run again)"
 	@echo "make test       the tests (under 12 minutes on 2 cores)"
 	@echo "make test-slow  the tests marked slow"
 	@echo "make browser    Chromium for the tests of HTML pages (root and apt; part of make test-slow)"
-	@echo "make check      ruff, mypy strict, layering"
+	@echo "make check      ruff, mypy strict, layering, the documentation built strictly"
+	@echo "make docs       the documentation as a site: open site/index.html"
 	@echo "make install    the set-up alone: $(VENV) with all that the demo and the tests need"
 
 install: $(STAMP)
@@ -18,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (once; about 2 GB with torch)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf,data,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf,data,dev,docs]"
 	@touch $(STAMP)
 
 demo: install
@@ -29,12 +32,17 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+	$(MAKE) --no-print-directory docs
+
+# No network, and a broken link, anchor or docstring is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" $(TOGETHER)
 
 test-slow: install browser
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow $(TOGETHER)
 
 # Where it cannot be installed, the tests of HTML pages skip and say so.
 browser:
@@ -43,4 +51,4 @@ browser:
 	echo "no Chromium, and no root or apt to install it: the tests of HTML pages skip"
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) build dist site runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from lightning_moe_strategy.models.config import ModelConfig
 from lightning_moe_strategy.parallel_dims import ResolvedDims
 from lightning_moe_strategy.placement import Placement
-from lightning_moe_strategy.plan.cluster import CLUSTERS
+from lightning_moe_strategy.plan.cluster import CLUSTERS, Cluster
 from lightning_moe_strategy.plan.errors import PlanError
 from lightning_moe_strategy.plan.evaluate import Exact
 from lightning_moe_strategy.plan.layout import DenseSide, ExpertSide
 from lightning_moe_strategy.plan.model import ModelShape
 from lightning_moe_strategy.plan.model_files import from_hugging_face, from_sizes
-from lightning_moe_strategy.plan.search import price
+from lightning_moe_strategy.plan.search import Evaluation, price
 from lightning_moe_strategy.plan.workload import Dispatcher, Workload
 from lightning_moe_strategy.simulation.report import GB
 
@@ -98,12 +98,28 @@ def plan_run(
     Raises:
         CannotPlan: with the reason.
     """
+    buckets = price_run(module, placement, optimizers, batch, CLUSTERS["h200-nvl8"]).peak.buckets  # the same on any
+    of_tensors = {name: size for name, size in buckets.items() if name != RESERVE}
+    return PlannedPeak(num_bytes=sum(of_tensors.values()), buckets=of_tensors)
+
+
+def price_run(
+    module: nn.Module,
+    placement: Placement,
+    optimizers: Sequence[Optimizer],
+    batch: tuple[int, int],
+    cluster: Cluster,
+) -> Evaluation:
+    """What the planner has to say of a run as it is, on ``cluster``; ``batch`` as for `plan_run`.
+
+    Raises:
+        CannotPlan: with the reason.
+    """
     if placement.precision != "bf16-mixed":
         raise CannotPlan(f"the planner counts precision 'bf16-mixed', and this run has {placement.precision!r}.")
     if not batch[0] * batch[1]:
         raise CannotPlan("the batch has no sequences whose tokens could be counted.")
     dims = placement.dims
-    cluster = CLUSTERS["h200-nvl8"]  # memory is the same on any
     workload = Workload(
         model=shape_of(module),
         cluster=cluster,
@@ -122,9 +138,7 @@ def plan_run(
     )
     dense = DenseSide(d_rep=dims.d_rep, fsdp=dims.fsdp, cp=dims.cp, cp_inter=dims.cp_inter)
     experts = ExpertSide(e_rep=dims.e_rep, e_fsdp=dims.e_fsdp, ep=dims.ep)
-    buckets = price(Exact(workload=workload), dense, experts).peak.buckets
-    of_tensors = {name: size for name, size in buckets.items() if name != RESERVE}
-    return PlannedPeak(num_bytes=sum(of_tensors.values()), buckets=of_tensors)
+    return price(Exact(workload=workload), dense, experts)
 
 
 def differences(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:

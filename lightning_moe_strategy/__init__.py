@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_moe_strategy.callbacks.expert_load import ExpertLoadMonitor
     from lightning_moe_strategy.callbacks.plan_check import PlanCheck
     from lightning_moe_strategy.callbacks.prefetch import ExpertPrefetch
+    from lightning_moe_strategy.callbacks.receipt import Receipt
     from lightning_moe_strategy.callbacks.throughput import ThroughputMonitor
     from lightning_moe_strategy.callbacks.zigzag import ZigZagContextParallel
     from lightning_moe_strategy.expert_parallel.registry import register_dispatcher
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_moe_strategy.optimizers.muon_groups import muon_groups
     from lightning_moe_strategy.parallel_dims import ParallelDims
     from lightning_moe_strategy.strategy import FSDPCPEPStrategy
+    from lightning_moe_strategy.verifying.check import verify
 
     __version__: str
 
@@ -37,6 +39,7 @@ __all__ = [
     "Muon",
     "ParallelDims",
     "PlanCheck",
+    "Receipt",
     "ShardedEMA",
     "TextDataModule",
     "ThroughputMonitor",
@@ -45,6 +48,7 @@ __all__ = [
     "load_pretrained",
     "muon_groups",
     "register_dispatcher",
+    "verify",
 ]
 
 _HOME = {
@@ -57,6 +61,7 @@ _HOME = {
     "Muon": "optimizers.muon",
     "ParallelDims": "parallel_dims",
     "PlanCheck": "callbacks.plan_check",
+    "Receipt": "callbacks.receipt",
     "ShardedEMA": "callbacks.ema",
     "TextDataModule": "models.data",
     "ThroughputMonitor": "callbacks.throughput",
@@ -64,6 +69,7 @@ _HOME = {
     "load_pretrained": "hugging_face_weights.pretrained",
     "muon_groups": "optimizers.muon_groups",
     "register_dispatcher": "expert_parallel.registry",
+    "verify": "verifying.check",
 }
 
 

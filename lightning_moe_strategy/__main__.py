@@ -12,9 +12,12 @@ commands:
   validate     evaluate on the validation data
   test         evaluate on the test data
   predict      run the model on the prediction data
+  doctor       would training work on this machine, with what, and what to do where not
   demo         train a small mixture of experts on four CPU processes; run again, it resumes
   plan         memory, traffic and time of a run:    lightning-moe plan --model glm-5.2 --gpus 256 --context 1M
   simulate     the same from the code that runs:     lightning-moe simulate --config configs/tiny_cpu.yaml
+  verify       is my model exact under a layout:     lightning-moe verify --config configs/tiny_cpu.yaml
+  report       one HTML page of a run that was logged: lightning-moe report runs/tiny_cpu
   import       weights of Hugging Face in:           lightning-moe import --hf DIR --out start.ckpt
   export       and out:                              lightning-moe export --ckpt last.ckpt --out DIR
   inspect      what a checkpoint holds, and whether it is whole
@@ -28,7 +31,10 @@ Configurations are LightningCLI files: trainer, model and data, each given by cl
 """
 
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
-COMMANDS = (*TRAINER_COMMANDS, "demo", "plan", "simulate", "import", "export", "inspect", "consolidate")
+COMMANDS = (
+    *TRAINER_COMMANDS, "doctor", "demo", "plan", "simulate", "verify", "report", "import", "export", "inspect",
+    "consolidate",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -46,6 +52,10 @@ def main() -> int:
 
         run(arguments)
         return 0
+    if arguments[0] == "doctor":
+        from lightning_moe_strategy.cli.doctor import run_doctor
+
+        return run_doctor(arguments[1:])
     if arguments[0] == "demo":
         from lightning_moe_strategy.cli.demo import run_demo
 
@@ -59,6 +69,14 @@ def main() -> int:
         from lightning_moe_strategy.cli.simulate import run_simulate
 
         return run_simulate(arguments[1:])
+    if arguments[0] == "verify":
+        from lightning_moe_strategy.cli.verify import run_verify
+
+        return run_verify(arguments[1:])
+    if arguments[0] == "report":
+        from lightning_moe_strategy.cli.report import run_report
+
+        return run_report(arguments[1:])
     if arguments[0] in ("import", "export"):
         from lightning_moe_strategy.cli.weights import run_export, run_import
 

@@ -4,8 +4,9 @@ Every rank of a group calls them in the same order, whatever its data: there is 
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -92,12 +93,13 @@ class Transfer:
         return self
 
     def _begin(self, x: Tensor) -> None:
-        begin, group = self._steps.pop(0)
-        self._result, self._work = begin(x, group)
+        begin, self._group = self._steps.pop(0)
+        self._result, self._work = begin(x, self._group)
 
     def _finish(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            with waited(self._group):
+                self._work.wait()
         for observe in _observers:
             observe(self._result)
 
@@ -128,6 +130,43 @@ def observed_waits(observe: Callable[[Tensor], None]) -> Generator[None, None, N
         yield
     finally:
         _observers.remove(observe)
+
+
+Purpose = Literal["", "results", "moved experts"]
+"""What is exchanged over ep, where it is not tokens on their way to their experts."""
+
+_timers: list[Callable[[dist.ProcessGroup, str], AbstractContextManager[object]]] = []
+_purposes: list[Purpose] = [""]
+_UNTIMED = nullcontext()
+
+
+@contextmanager
+def timed_waits(
+    around: Callable[[dist.ProcessGroup, str], AbstractContextManager[object]],
+) -> Generator[None, None, None]:
+    """Enter ``around(group, purpose)`` wherever inside this rank waits for others of a group, or, on a GPU, has the
+    current stream wait for them.
+    """
+    _timers.append(around)
+    try:
+        yield
+    finally:
+        _timers.remove(around)
+
+
+def waited(group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """To be entered around what waits for other ranks of ``group``."""
+    return _timers[-1](group, _purposes[-1]) if _timers else _UNTIMED
+
+
+@contextmanager
+def exchanged_for(purpose: Purpose) -> Generator[None, None, None]:
+    """What is waited for inside has this purpose."""
+    _purposes.append(purpose)
+    try:
+        yield
+    finally:
+        _purposes.pop()
 
 
 def start_gather_in_steps(x: Tensor, group: AnyGroup) -> Transfer:
@@ -181,14 +220,18 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 def all_gather_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x`` of every rank of the group, stacked along dim 0 in rank order. Not differentiable."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=group)
+    sent = x.contiguous()
+    with waited(group):
+        _all_gather(gathered, sent, group=group)
     return gathered
 
 
 def reduce_scatter_along_dim0(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's piece along dim 0 of the sum of ``x`` over the group. Not differentiable."""
     piece = x.new_empty((_rows_of_piece(x, group), *x.shape[1:]))
-    _reduce_scatter(piece, x.contiguous(), group=group)
+    sent = x.contiguous()
+    with waited(group):
+        _reduce_scatter(piece, sent, group=group)
     return piece
 
 
@@ -226,9 +269,13 @@ def _exchange(
 ) -> Tensor:
     """``works``: rows are only on their way, and what there is to wait for is added here."""
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-    splits = (receive_counts, send_counts)
-    work = dist.all_to_all_single(received, rows.contiguous(), *splits, group=group, async_op=works is not None)
-    if works is not None and work is not None:
+    rows, splits = rows.contiguous(), (receive_counts, send_counts)
+    if works is None:
+        with waited(group):
+            dist.all_to_all_single(received, rows, *splits, group=group)
+        return received
+    work = dist.all_to_all_single(received, rows, *splits, group=group, async_op=True)
+    if work is not None:
         works.append(work)
     return received
 

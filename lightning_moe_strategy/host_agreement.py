@@ -20,6 +20,8 @@ _RAISED_AS_THEY_ARE: dict[str, type[Exception]] = {
 }
 """Errors that other ranks raise with the same type. The rest may need arguments that a message does not have."""
 
+_RAISED_BY = "_raised_by_rank"
+
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """All ranks, in a group that exchanges tensors of the CPU."""
@@ -66,6 +68,12 @@ def ranks_that(is_so: bool, group: dist.ProcessGroup) -> list[int]:
     return [rank for rank, answer in enumerate(answers) if answer]
 
 
+def rank_that_raised(error: BaseException) -> int | None:
+    """The first rank that had the error, of one that every rank raises; None of any other error."""
+    rank: int | None = error.__dict__.get(_RAISED_BY)
+    return rank
+
+
 def raise_together(error: Exception | None, group: dist.ProcessGroup, doing: str) -> None:
     """Nothing when no rank has an error; else every rank raises, see ``raise_everywhere``."""
     if sum_over_hosts([error is not None], group)[0]:
@@ -88,6 +96,7 @@ def raise_everywhere(error: Exception | None, group: dist.ProcessGroup, doing: s
         raised_as = _RAISED_AS_THEY_ARE.get(kind)
         where = f"On rank {failed[0]}: "
         told = RuntimeError(f"{where}{kind}: {words}") if raised_as is None else raised_as(f"{where}{words}")
+    told.__dict__[_RAISED_BY] = failed[0]
     told.add_note(f"Raised on every rank: rank {', '.join(map(str, failed))} failed while {doing}.")
     if told is error:
         raise told

@@ -24,7 +24,7 @@ class Loading(PlacedStrategy):
     """As ``trainer.fit`` and the like were told. False runs the code that a file names; else none is run."""
 
     def take_rank_states(self, states: Mapping[str, Tensor], saved_world_size: int) -> None:
-        """What the rank of this number had alone; empty where there was none. Every rank is given its own."""
+        """``states``: what this rank had alone among ``saved_world_size``; empty where there was none."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Weights into the model; in ``fit`` the optimizers' states into the optimizers; returned is the rest.

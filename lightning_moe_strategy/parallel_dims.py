@@ -48,8 +48,9 @@ class ParallelDims:
     def resolve(self, world_size: int, *, local_world_size: int, num_experts: int | None = None) -> "ResolvedDims":
         """The same degrees as integers; ``ValueError`` with a remedy when they do not fit the world.
 
-        ``local_world_size`` is the number of GPUs of one host. ``num_experts`` is per layer (the greatest
-        common divisor where layers differ); without it ``ep="auto"`` is 1 and any other goes unchecked.
+        ``world_size`` is the number of ranks, ``local_world_size`` the number of GPUs of one host. ``num_experts`` is
+        per layer (the greatest common divisor where layers differ); without it ``ep="auto"`` is 1 and any other goes
+        unchecked.
         """
         nvl = local_world_size if self.nvl == "auto" else self.nvl
         ranks_per_domain = _ranks_per_domain(world_size, nvl, local_world_size)

@@ -68,7 +68,9 @@ class Resuming(PlacedStrategy):
                 self._last, self._has_failed = None, False
 
     def take_rank_states(self, states: Mapping[str, Tensor], saved_world_size: int) -> None:
-        """Go on from these when training starts. Every rank calls it, with what ``rank_states`` gave for its number.
+        """Go on from ``states`` when training starts: those of the rank of this number, of ``saved_world_size``.
+
+        Every rank calls it.
 
         The same degrees d_rep * fsdp and cp: every rank takes up its own. Another layout: a rank takes those of the
         rank that had its share of the samples and its part of the sequence; shares that did not exist draw from
@@ -113,10 +115,10 @@ class Resuming(PlacedStrategy):
         return {"random": random, "positions": [Position.of_plain(position) for position in positions]}
 
     def reading_position(self, loader: object, name: str) -> LoaderPosition:
-        """How the next of the training loaders is read: on from the checkpoint's, if one was loaded.
+        """How ``loader``, the next of training, is read: on from the checkpoint's, if one was loaded.
 
         Raises:
-            ValueError: it cannot go on there.
+            ValueError: it cannot go on there; the error calls it ``name``.
         """
         trainer = self._trainer
         loop = Loop(

@@ -55,7 +55,7 @@ class Saving(PlacedStrategy):
         return {}
 
     def restore_interrupted(self, folder: str) -> None:
-        """Put checkpoints back that a save which died had taken out of their place to publish a newer one."""
+        """Put checkpoints of ``folder`` back that a save which died had taken away to publish a newer one."""
         with suppress(OSError):  # a folder that cannot be read has no checkpoint to go on from
             recover_all(plain_path(folder))
 
@@ -164,11 +164,11 @@ class Saving(PlacedStrategy):
         agreed(path, hand_over if self.is_global_zero else _nothing, self._files)
 
     def is_being_saved(self, filepath: Any) -> bool:
-        """Whether a checkpoint of this name is about to appear."""
+        """Whether a checkpoint ``filepath`` is about to appear."""
         return self._saves is not None and self._saves.path == plain_path(filepath)
 
     def link_checkpoint(self, filepath: Any, linkpath: Any) -> None:
-        """Make ``linkpath`` a symbolic link to a checkpoint, once that is there."""
+        """Make ``linkpath`` a symbolic link to the checkpoint ``filepath``, once that is there."""
         target, path = plain_path(filepath), plain_path(linkpath)
         if os.path.abspath(target) != os.path.abspath(path):
             self._once_saved(path, "linked", lambda: link(target, path))

@@ -45,6 +45,8 @@ from lightning_moe_strategy.expert_parallel.balance import Balance, BalanceOptio
 from lightning_moe_strategy.expert_parallel.chunks import Chunking, EPChunks
 from lightning_moe_strategy.expert_parallel.experts import find_experts, require_experts
 from lightning_moe_strategy.expert_parallel.registry import require_dispatcher
+from lightning_moe_strategy.failures.neighbours import tie_to_launcher
+from lightning_moe_strategy.failures.watch import watch_failures
 from lightning_moe_strategy.loading import Loading
 from lightning_moe_strategy.logged_means import LoggedMeans
 from lightning_moe_strategy.mesh import ParallelDims, ResolvedDims, build_dense_meshes
@@ -104,8 +106,10 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans, Saving, Load
             overloaded are sent to the others with their rows, in each layer as its routing needs it.
         max_imbalance: of ``"redundant"``, rows of the busiest rank over the mean up to which no expert moves.
         balance_bias_rate: how far.
-        sequence_balance_loss, batch_balance_loss, router_z_loss: coefficients of auxiliary losses, exact on every
-            layout; the loss stays as it is, and their values are logged as ``router_loss/...``.
+        sequence_balance_loss: coefficient of the balance loss of every sequence (DeepSeek-V3), exact on every layout.
+            The loss stays as it is, and the value is logged as ``router_loss/...``.
+        batch_balance_loss: the same, over a micro-batch of all ranks (Switch Transformer).
+        router_z_loss: the same, of the squared log-sum-exp of router logits (ST-MoE).
         timeout: of every collective on every mesh axis.
         process_group_backend: ``"nccl"`` or ``"gloo"``; None chooses by device.
         save_distributed_checkpoint: a directory with every rank's shards, or one file from rank 0.
@@ -216,6 +220,7 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans, Saving, Load
         # Degrees are checked before any process is launched; ep="auto" waits for the model.
         self._resolve_dims(num_experts=None)
         super()._configure_launcher()
+        tie_to_launcher(starts_ranks=self._launcher is not None)
 
     def connect(self, model: nn.Module) -> None:
         super().connect(model)
@@ -236,6 +241,7 @@ class FSDPCPEPStrategy(DataAgreement, SummedGradients, LoggedMeans, Saving, Load
         if is_ours and dist.get_backend() == "gloo":
             # Lightning does this for NCCL only, and gloo's threads may abort a process that just ends.
             atexit.register(dist.destroy_process_group)
+        watch_failures(self, is_new=is_ours)
         assert self.lightning_module is not None
         self._placement = placement_of(self.lightning_module) or self._new_placement()
         self._device_mesh = self.lightning_module._device_mesh = self.placement.dense.mesh

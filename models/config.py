@@ -11,15 +11,20 @@ class ModelConfig:
     """Sizes of one model. Defaults are a tiny GQA model, so a test or a demo names only what it changes."""
 
     vocab_size: int = 1024
+    """Tokens of the embedding and of the head."""
     hidden: int = 128
+    """Channels of a token between blocks."""
     layers: int = 2
+    """Blocks, those of multi-token prediction left out."""
     dense_first_layers: int = 0
     """Leading layers with a plain MLP instead of experts."""
     intermediate: int = 256
     """Width of that plain MLP."""
 
     attention: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query attention, or latent attention (DeepSeek)."""
     heads: int = 4
+    """Query heads of a layer."""
     kv_heads: int = 2
     """GQA only; in MLA every head expands its own key and value from the latent."""
     head_dim: int = 32
@@ -31,26 +36,39 @@ class ModelConfig:
     kv_lora: int = 0
     """MLA only: width of the latent that determines keys and values."""
     nope_head_dim: int = 0
+    """MLA only: channels of a query or key head that RoPE leaves alone."""
     rope_head_dim: int = 0
+    """MLA only: channels that RoPE turns; their key is one for all heads."""
     v_head_dim: int = 0
+    """MLA only: channels of a value head."""
     rope_theta: float = 10000.0
+    """Base of RoPE's wavelengths."""
 
     num_experts: int = 8
+    """Routed experts of a layer."""
     top_k: int = 2
+    """Experts that a token goes to."""
     moe_intermediate: int = 64
+    """Width of one expert."""
     shared_experts: int = 0
     """Experts every token passes, computed as one MLP ``shared_experts`` times as wide."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns a router's logits into scores, in FP32."""
     normalize_top_k: bool = True
+    """Divide the chosen scores by their sum."""
     routed_scaling: float = 1.0
+    """Factor of the chosen scores."""
     balance_bias: bool = False
     """Keep a bias per expert that only the selection sees (balancing without an auxiliary loss)."""
     num_groups: int = 1
     """Experts are cut into this many groups; a token picks from the ``top_k_groups`` best ones."""
     top_k_groups: int = 1
+    """Groups that a token's experts come from."""
 
     norm_eps: float = 1e-6
+    """Of every RMSNorm, beside the mean square."""
     tie_embeddings: bool = False
+    """The head is the embedding."""
 
     mtp_layers: int = 0
     """Depths of multi-token prediction: layer k predicts the token k + 1 places on, in training alone."""
@@ -163,7 +181,7 @@ class ModelConfig:
 
     @classmethod
     def resolve(cls, model: "ModelConfig | Mapping[str, Any] | str") -> "ModelConfig":
-        """A config from a preset's name, from a mapping of sizes (``preset`` names its base), or as it is.
+        """``model`` as a config: a preset's name, a mapping of sizes (``preset`` names its base), or a config as it is.
 
         Raises:
             ValueError: the preset or a size is not known.

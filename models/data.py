@@ -41,10 +41,21 @@ class TextDataModule(LightningDataModule):
     - ``packing="per_document"``: one document a row, cut off or padded on the right, where the extra
       ``attention_mask`` is 0.
 
-    A byte-level BPE tokenizer is trained on the train split. Tokens are kept under ``cache_dir`` (default
-    ``$XDG_CACHE_HOME/lightning_moe_strategy``) and found again by the content of the files. Validation
-    documents are chosen by their text, whatever the seed; ``seed`` orders the training rows. Test and predict
-    use the validation rows.
+    A byte-level BPE tokenizer is trained on the train split. Tokens are kept and found again by the content of the
+    files. Validation documents are chosen by their text, whatever the seed. Test and predict use the validation rows.
+
+    Args:
+        files: ``.txt``, ``.jsonl`` or ``.parquet``; None takes what comes with Python, without a download.
+        vocab_size: tokens of the tokenizer, its special ones included.
+        sequence_length: tokens of a row.
+        batch_size: rows of a batch of one data parallel rank.
+        packing: see above.
+        validation_fraction: share of the documents that is not trained on, from 0 to below 1.
+        max_documents: read no more than so many; None reads all.
+        text_column: of ``.jsonl`` and ``.parquet``.
+        cache_dir: of tokenizer and tokens; None is ``$XDG_CACHE_HOME/lightning_moe_strategy``.
+        seed: of the order of the training rows.
+        num_workers: processes of each loader.
 
     Raises:
         ValueError: at once, for a file that does not exist or is of an unknown kind, for files without text,
@@ -95,6 +106,7 @@ class TextDataModule(LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Trained on the train split on first use."""
         return self.store.tokenizer()
 
     def prepare_data(self) -> None:

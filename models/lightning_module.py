@@ -64,11 +64,11 @@ class CausalLanguageModel(LightningModule):
 
     @abstractmethod
     def loss_and_count(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Mean loss over the tokens of this process that count (zero if none does), and how many they are."""
+        """Mean loss (nats) over the tokens of ``batch`` that count, zero if none does, and how many they are."""
 
     @abstractmethod
     def logits(self, batch: Batch) -> Tensor:
-        """logits_BSV of the next tokens."""
+        """logits_BSV of the tokens that follow each of ``batch``."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, num_tokens = self.loss_and_count(batch)
@@ -115,10 +115,20 @@ class CausalLanguageModel(LightningModule):
 class MoELanguageModel(CausalLanguageModel):
     """The package's own mixture-of-experts transformer.
 
-    ``model`` is a preset's name (``glm-5.2``, ``tiny``, ...), a dict of sizes (``preset`` names its base), or
-    a ``ModelConfig``. With ``mtp_layers`` it trains multi-token prediction too and logs ``train_mtp_loss``: nats per
+    With ``mtp_layers`` it trains multi-token prediction too and logs ``train_mtp_loss``: nats per
     token of the main loss, the mean of all depths, which enters the loss times ``mtp_loss``. Every other loss that is
     logged is the main one.
+
+    Args:
+        model: a preset's name (``glm-5.2``, ``tiny``, ...), a dict of sizes (``preset`` names its base), or a
+            ``ModelConfig``.
+        learning_rate: the largest, at the end of the warm-up.
+        weight_decay: of everything but vectors.
+        warmup_steps: optimizer steps of linear warm-up.
+        final_learning_rate_ratio: the last learning rate over the largest, 0 to 1; a cosine leads there.
+
+    Raises:
+        ValueError: a preset or size that is not known, or a number out of range.
     """
 
     def __init__(
@@ -176,10 +186,20 @@ class MoELanguageModel(CausalLanguageModel):
 class HFCausalLM(CausalLanguageModel):
     """Any Hugging Face causal language model, with random weights or those of a folder.
 
-    ``config`` is the path of a ``config.json`` (or its folder), or a dict with ``model_type`` and the sizes
-    to change, for example ``{"model_type": "qwen3_moe", "hidden_size": 128}``. ``pretrained`` is a folder with
-    safetensors; it gives the configuration too, unless there is a ``config``. Under the command line, no rank ever
-    holds or reads more than its part of them.
+    Under the command line, no rank ever holds or reads more than its part of the weights.
+
+    Args:
+        config: the path of a ``config.json`` (or its folder), or a dict with ``model_type`` and the sizes to change,
+            for example ``{"model_type": "qwen3_moe", "hidden_size": 128}``.
+        pretrained: a folder with safetensors; it gives the configuration too, unless there is a ``config``.
+        learning_rate: the largest, at the end of the warm-up.
+        weight_decay: of everything but vectors.
+        warmup_steps: optimizer steps of linear warm-up.
+        final_learning_rate_ratio: the last learning rate over the largest, 0 to 1; a cosine leads there.
+
+    Raises:
+        ValueError: neither of the first two, a path that is not here, no ``model_type``, or a number out of range.
+        CheckpointError: weights that are not the model's.
     """
 
     def __init__(

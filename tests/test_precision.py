@@ -194,12 +194,9 @@ def communication_with_fp32_norms() -> dict[str, Any]:
 
 def test_units_of_norms_are_gathered_and_reduced_as_often_as_others(ranks4):
     for result in ranks4(communication_with_fp32_norms):
-        once = dict.fromkeys(result["units"], 1)
-        assert sum("norm" in name for name in once) == 4 * test_communication.LAYERS + 1
-        for forward, backward in result["steps"]:
-            assert test_communication.count(forward, "gather") == once
-            assert test_communication.count(backward, "gather") == once
-            assert test_communication.count(backward, "reduce") == once
+        assert sum("norm" in name for name in result["units"]) == 4 * test_communication.LAYERS + 1
+        for step in result["steps"]:
+            test_communication.assert_gathered_and_reduced_once(step, result["units"])
         assert result["left"] == [] and result["validated"] == []
 
 

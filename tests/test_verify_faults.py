@@ -173,7 +173,7 @@ def counted_again_under_recompute():
 
 LAYER = "model.model.layers"
 FAULTS = {
-    "missing gather in backward": (no_reduce_in_backward, CP2_EP2, {}, f"{LAYER}.1.self_attn.v_proj", "without its reduce"),
+    "missing gather in backward": (no_reduce_in_backward, CP2_EP2, {}, f"{LAYER}.1.self_attn.v_proj", "its reduce"),
     "labels shifted after the split": (labels_shifted_after_the_split, CP2_EP2, {}, "training_step", "labels shifted"),
     "local positions": (positions_counted_on_the_rank, CP2_EP2, {}, "model.model.rotary_emb", "Positions counted"),
     "mean over cp": (a_mean_over_cp, CP2_EP2, {}, "model.lm_head", "1/2 of what they should be: a mean over cp(2)"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe_strategy._torch_compat import is_same_memory
-from lightning_moe_strategy.collectives import Transfer, all_to_all_rows, start_all_to_all_rows
+from lightning_moe_strategy.collectives import Transfer, all_to_all_rows, exchanged_for, start_all_to_all_rows
 from lightning_moe_strategy.kernels.on_cuda import HALF
 from lightning_moe_strategy.kernels.outer_products import pass_fp32_gradients
 
@@ -48,7 +48,8 @@ class ExpertMove:
         """From gradients of all L + X experts computed here to the whole ones of this rank's own; at least FP32."""
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         num_own = grad.shape[0] - self.num_extra
-        returned = all_to_all_rows(grad[num_own:], self.num_received, self.num_sent, self.group)
+        with exchanged_for("moved experts"):
+            returned = all_to_all_rows(grad[num_own:], self.num_received, self.num_sent, self.group)
         if not self.sent:
             return grad[:num_own]
         whole = grad[:num_own].clone()
@@ -79,7 +80,8 @@ class MovedWeights:
         if len(self._own) != len(own) or not all(map(is_same_memory, self._own, own)):
             self.begin(own)
         transfers, self._own, self._transfers = self._transfers, [], []
-        return [transfer.wait() for transfer in transfers]
+        with exchanged_for("moved experts"):
+            return [transfer.wait() for transfer in transfers]
 
     def free(self) -> None:
         """Let go of the memory of what the module was shown."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_moe_strategy.collectives import exchanged_for
 from lightning_moe_strategy.expert_parallel.splits import Splits
 from lightning_moe_strategy.expert_parallel.symmetric_memory import Array, Exchange, Workspace
 from lightning_moe_strategy.kernels.peer_copy import Peers, put_copies, put_sums
@@ -197,13 +198,15 @@ class _Return(torch.autograd.Function):
     def forward(ctx: Any, ticket: Tensor, way: Way, rows_RD: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
         ctx.way = way
         ctx.save_for_backward(*index)
-        (y_TD,) = way.received_results(way.send_results(rows_RD, [], Index(*index)), Index(*index))
+        with exchanged_for("results"):
+            (y_TD,) = way.received_results(way.send_results(rows_RD, [], Index(*index)), Index(*index))
         return ticket.clone(), y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ticket: Tensor, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         index = Index(*ctx.saved_tensors)
-        (grad_CD,) = ctx.way.received_copies(ctx.way.send_copies([grad_TD], index))
+        with exchanged_for("results"):
+            (grad_CD,) = ctx.way.received_copies(ctx.way.send_copies([grad_TD], index))
         grad_RD = spread_ragged_rows(grad_CD, index.slot_of_row_R, index.row_of_slot_CK)
         return grad_ticket, None, grad_RD, *(None for _ in index)

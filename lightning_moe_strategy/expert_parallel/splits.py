@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_moe_strategy.collectives import all_to_all_rows
+from lightning_moe_strategy.collectives import all_to_all_rows, waited
 from lightning_moe_strategy.expert_parallel.assumed_routing import AssumedRouting, assumed_counts
 
 AssumeCopies = Callable[[int, list[int], list[int]], tuple[list[int], list[int]]]
@@ -237,7 +237,8 @@ def _busiest(received_PGL: Tensor, num_tokens: int, group: dist.ProcessGroup) ->
     rows_G = received_PGL.sum((0, 2))
     tokens = torch.full((1,), num_tokens, dtype=rows_G.dtype, device=rows_G.device)
     most = torch.cat([rows_G, rows_G.sum(0, keepdim=True), tokens])
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    with waited(group):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     return most
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_strategy._torch_compat import group_timeout, symmetric_memory
+from lightning_moe_strategy.collectives import waited
 from lightning_moe_strategy.kernels.peer_copy import Peers, signal, wait
 
 NUM_BUFFERS = 2
@@ -112,9 +113,10 @@ class Workspace:
         assert group is not None
         self._is_in_flight = False
         flags_P = self._flags_P(peers)
-        if self._stream is not None:
-            torch.cuda.current_stream(flags_P.device).wait_stream(self._stream)
-        wait(flags_P, self.number, seconds=group_timeout(group, flags_P.device).total_seconds())
+        with waited(group):
+            if self._stream is not None:
+                torch.cuda.current_stream(flags_P.device).wait_stream(self._stream)
+            wait(flags_P, self.number, seconds=group_timeout(group, flags_P.device).total_seconds())
 
     def close(self) -> None:
         """Give the buffers back; the next exchange makes others. Every rank does so after the same exchange."""

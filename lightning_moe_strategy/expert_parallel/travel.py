@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_moe_strategy.collectives import Transfer
+from lightning_moe_strategy.collectives import Transfer, exchanged_for
 
 
 class Way(abc.ABC):
@@ -115,10 +115,12 @@ class _Return(torch.autograd.Function):
         *index, x_CD = tensors
         ctx.way = way
         ctx.save_for_backward(*index)
-        return ticket.clone(), way.collect(x_CD, *index)
+        with exchanged_for("results"):
+            return ticket.clone(), way.collect(x_CD, *index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ticket: Tensor, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         index = ctx.saved_tensors
-        return grad_ticket, None, *(None for _ in index), ctx.way.spread(grad_TD, *index)
+        with exchanged_for("results"):
+            return grad_ticket, None, *(None for _ in index), ctx.way.spread(grad_TD, *index)

@@ -43,7 +43,17 @@ class Muon(Optimizer):
             ``"adamw"``), ``num_packed`` matrices of equal size in each, and where they are ``packed_along``:
             ``"rows"``, ``"columns"`` or ``"alternate columns"``. They are orthogonalized one by one.
         lr: of matrices, and of AdamW where ``adjust_lr_fn="match_rms_adamw"`` makes one fit both.
+        weight_decay: of matrices and AdamW's, decoupled: a step takes ``lr * weight_decay`` of a weight.
+        momentum: what stays of the average of gradients at a step, 0 to 1.
+        nesterov: orthogonalize the average one step ahead.
+        ns_coefficients: three, of the polynomial of an iteration (Newton-Schulz).
+        eps: the least that a matrix is divided by in place of its norm, before the first iteration.
+        ns_steps: iterations.
+        adjust_lr_fn: of a matrix [M, N], ``"original"`` (or None) times ``sqrt(max(1, M / N))``, ``"match_rms_adamw"``
+            times ``0.2 sqrt(max(M, N))``.
         adamw_lr: of groups for AdamW that have no ``lr`` of their own.
+        betas: of AdamW.
+        adamw_eps: of AdamW.
         ns_dtype: of the iteration and of what travels; None is BF16 on a GPU and FP32 on a CPU.
 
     Raises:

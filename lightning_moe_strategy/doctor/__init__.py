@@ -1,0 +1,1 @@
+"""Would training work on this machine, with what, and what to do where not."""
