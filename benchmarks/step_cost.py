@@ -18,13 +18,13 @@ operations below autograd make them; what an operation takes inside itself is no
 machine. Goals stand beside; one that is missed is said so. ``step_cost_alone.py`` compares a world of one with a loop
 written by hand.
 
-Figures are in docs/numbers.md. At 512 tokens ep=1 takes 1.01 to 1.06 of Lightning's time, for 11 units that are gathered
-and not 5: experts apart from their blocks (4 % of a step) and embedding and head apart from the root (2 %), which is where
-the memory is saved. At ``--tokens 2048`` the host counts less, and ep=1 takes 0.98. At ``--tokens 64`` it counts most: 1.17
-to 1.19, where the same units under Lightning's strategy take 1.16 to 1.2. The rest is three agreements of the hosts (0.2 ms
-each), one pass over all gradients to divide them, and lists of what is gathered ahead. All pay 7 ms and more for AdamW,
-which on a CPU takes one DTensor at a time. ep=2, and transformers, depend on the routing besides: random routers give one
-rank 7 % more to do (2 AVX512 cores, torch 2.13).
+Figures are in docs/numbers.md. At 512 tokens ep=1 takes 1.01 to 1.06 of Lightning's time, for 11 units that are
+gathered and not 5: experts apart from their blocks (4 % of a step) and embedding and head apart from the root (2 %),
+which is where the memory is saved. At ``--tokens 2048`` the host counts less, and ep=1 takes 0.98. At ``--tokens 64``
+it counts most: 1.17 to 1.19, where the same units under Lightning's strategy take 1.16 to 1.2. The rest is three
+agreements of the hosts (0.2 ms each), one pass over all gradients to divide them, and lists of what is gathered ahead.
+All pay 7 ms and more for AdamW, which on a CPU takes one DTensor at a time. ep=2, and transformers, depend on the
+routing besides: random routers give one rank 7 % more to do (2 AVX512 cores, torch 2.13).
 """
 
 import argparse

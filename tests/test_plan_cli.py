@@ -12,6 +12,7 @@ import pytest
 from lightning_moe_strategy import __main__
 from lightning_moe_strategy.cli.plan import run_plan
 from lightning_moe_strategy.plan.planner import PlanRequest, plan, search
+from lightning_moe_strategy.plan.table import BAR_WIDTH
 
 SEED = "--model glm-5.2 --cluster gb200-nvl72 --gpus 256 --context 1M --assumptions seed"
 LAYOUT = "--d_rep 4 --fsdp 1 --cp 64 --e_fsdp 4 --ep 64"
@@ -114,11 +115,12 @@ def test_compare_holds_both_plans_and_their_ratios(capsys):
 # Tables
 
 
-def test_the_tables_hold_the_plan_in_100_columns(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+@pytest.mark.parametrize("columns", [100, 80])
+def test_the_tables_hold_the_plan_in_columns_of_a_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
     status, out, err = run(f"{SEED} {LAYOUT}", capsys)
     values = plan(PlanRequest(model="glm-5.2", assumptions="seed", d_rep=4, fsdp=1, cp=64, e_fsdp=4, ep=64)).to_json()
-    assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 100
+    assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= columns
     memory = values["memory_gb"]
     for gb in (memory["total"], memory["headroom"], *memory["buckets"].values()):
         assert f"{gb:,.2f}" in out
@@ -126,7 +128,7 @@ def test_the_tables_hold_the_plan_in_100_columns(capsys, monkeypatch):
         assert text in out
     assert values["verdict"] in " ".join(out.split())
     bars = {line.split("  ")[1].strip(): line.count("█") for line in out.splitlines() if "█" in line}
-    assert bars["peak"] == pytest.approx(48 * memory["total"] / memory["device"], abs=1)
+    assert bars["peak"] == pytest.approx(BAR_WIDTH * memory["total"] / memory["device"], abs=1)
 
 
 def test_a_plan_that_does_not_fit_says_so_and_its_bar_runs_over(capsys):

@@ -13,7 +13,7 @@ from lightning_moe_strategy.plan.planner import ComparisonRow, Plan
 from lightning_moe_strategy.plan.summary import difference_row, pipeline_text
 
 WIDTH = 100
-BAR_WIDTH = 48
+BAR_WIDTH = 40
 
 
 def print_plan(plan: Plan, *, console: Console | None = None) -> None:
@@ -131,7 +131,7 @@ def _memory_table(values: Mapping[str, object]) -> Table:
     buckets, device, total = mapping(memory, "buckets"), number(memory, "device"), number(memory, "total")
     table = _table(f"memory of a GPU at the peak ({memory['peak_moment']})")
     table.columns[0].header = "bucket"
-    table.add_column("GB", justify="right")
+    table.add_column("GB", justify="right", no_wrap=True, min_width=8)
     table.add_column(f"of {device:,.1f} GB", width=BAR_WIDTH, no_wrap=True)
     for name in buckets:
         gb = number(buckets, name)
