@@ -68,9 +68,9 @@ def memory_figure(plan: Mapping[str, object]) -> Figure:
         "totals": {"marker": {"color": "@green" if plan["fits"] else "@red"}},
         "connector": {"line": {"color": "@grid", "width": 1}},
     }
-    layout = _layout(x_title=f"GB per GPU at the peak ({memory['peak_moment']})", y_title="")
-    _axis(layout, "xaxis").update(range=[0, 1.14 * max(total, device)])
-    _axis(layout, "yaxis").update(autorange="reversed", showgrid=False)
+    layout = plain_layout(x_title=f"GB per GPU at the peak ({memory['peak_moment']})", y_title="")
+    layout_axis(layout, "xaxis").update(range=[0, 1.14 * max(total, device)])
+    layout_axis(layout, "yaxis").update(autorange="reversed", showgrid=False)
     layout["margin"] = {"l": 8, "r": 24, "t": 34, "b": 48}
     layout["shapes"] = [_line(x=device, color="@ink", dash="solid")]
     layout["annotations"] = [_note(f"GPU: {device:,.0f} GB", x=device, xanchor="right", y=1, yref="paper")]
@@ -94,9 +94,9 @@ def overlap_figure(plan: Mapping[str, object], links: LinkSeconds) -> Figure:
             traces.append(_trace(f"eFSDP, {name}", [low, high], [traffic_ms] * 2, "@orange", unit="ms", dash=dash))
     at_here = [1e3 * number(compute, f"{name}_seconds") for name in ("forward", "backward")]
     traces.append(_marker([here, here], at_here, "%{x:,} tokens per GPU: %{y:,.1f} ms"))
-    layout = _layout(x_title="tokens per GPU and micro-batch", y_title="milliseconds per layer")
+    layout = plain_layout(x_title="tokens per GPU and micro-batch", y_title="milliseconds per layer")
     for axis in ("xaxis", "yaxis"):
-        _axis(layout, axis).update(type="log", dtick=1)
+        layout_axis(layout, axis).update(type="log", dtick=1)
     layout["showlegend"] = True
     if threshold > 0:
         layout["shapes"] = [_line(x=threshold, color="@muted", dash="dot"), _band(low, threshold)]
@@ -123,11 +123,11 @@ def context_figure(curves: Curves, *, context: int, device_gb: float) -> Figure:
     here = dict(first).get(context)
     if here is not None:
         traces.append(_marker([context], [here], f"{tokens_label(context)} tokens: {here:,.1f} GB"))
-    layout = _layout(x_title="context, tokens of one sequence", y_title="GB per GPU, peak")
+    layout = plain_layout(x_title="context, tokens of one sequence", y_title="GB per GPU, peak")
     ticks = sorted({tokens for points in curves.values() for tokens, _ in points})
-    _axis(layout, "xaxis").update(type="log", tickvals=ticks, ticktext=[tokens_label(tokens) for tokens in ticks])
+    layout_axis(layout, "xaxis").update(type="log", tickvals=ticks, ticktext=[tokens_label(tokens) for tokens in ticks])
     top = 1.25 * max(device_gb, here or 0)
-    _axis(layout, "yaxis").update(range=[0, top])
+    layout_axis(layout, "yaxis").update(range=[0, top])
     layout["showlegend"] = True
     layout["shapes"] = [_level(device_gb)]
     layout["annotations"] = [_note(f"GPU: {device_gb:,.0f} GB", x=0, xref="paper", xanchor="left", y=device_gb)]
@@ -156,18 +156,19 @@ def ranking_figure(evaluations: Sequence[Evaluation], *, chosen: str) -> Figure:
         "customdata": notes,
         "hovertemplate": "%{y}: %{text} tokens/s/GPU<br>%{customdata}<extra></extra>",
     }
-    layout = _layout(x_title="tokens/s per GPU", y_title="")
-    _axis(layout, "yaxis").update(autorange="reversed", showgrid=False)
-    _axis(layout, "xaxis").update(range=[0, 1.18 * max(speeds, default=1.0)])
+    layout = plain_layout(x_title="tokens/s per GPU", y_title="")
+    layout_axis(layout, "yaxis").update(autorange="reversed", showgrid=False)
+    layout_axis(layout, "xaxis").update(range=[0, 1.18 * max(speeds, default=1.0)])
     layout["margin"] = {"l": 8, "r": 24, "t": 16, "b": 48}
     if not evaluations:
         for axis in ("xaxis", "yaxis"):
-            _axis(layout, axis).update(visible=False)
+            layout_axis(layout, axis).update(visible=False)
         layout["annotations"] = [_note("no layout fits", x=0.5, xref="paper", y=0.5, yref="paper")]
     return {"data": [bars], "layout": layout}
 
 
-def _layout(*, x_title: str, y_title: str) -> Figure:
+def plain_layout(*, x_title: str, y_title: str) -> Figure:
+    """What all figures of a page share; the page puts the colours of its theme in the place of ``@`` names."""
     axis = {"gridcolor": "@grid", "zeroline": False, "linecolor": "@grid", "automargin": True, "fixedrange": True}
     return {
         "xaxis": {**axis, "title": {"text": x_title, "font": {"color": "@muted", "size": 13}}},
@@ -182,7 +183,8 @@ def _layout(*, x_title: str, y_title: str) -> Figure:
     }
 
 
-def _axis(layout: Figure, name: str) -> Figure:
+def layout_axis(layout: Figure, name: str) -> Figure:
+    """``xaxis`` or ``yaxis``, to be changed."""
     axis = layout[name]
     assert isinstance(axis, dict)
     return axis

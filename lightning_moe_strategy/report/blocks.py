@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_moe_strategy.report.figures import Figure
+from lightning_moe_strategy.plan.figures import Figure
 from lightning_moe_strategy.report.metrics import Curve
 
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_moe_strategy.plan.figures import Figure, layout_axis, plain_layout
 from lightning_moe_strategy.report.expert_series import Counts
-
-Figure = dict[str, object]
 
 COLORS = ("@blue", "@orange", "@green", "@red", "@muted", "@pale", "@ink")
 DIGITS = 6
 """Of a number that is drawn: more would be invisible and are half of a page's size."""
-_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 # Red for nothing at all, then from the faintest on the page to the strongest; 1 of the scale is FULL_PERCENT.
 FULL_PERCENT = 400
 _LOAD_SCALE = [
@@ -65,7 +63,7 @@ def stacked_figure(lines: Sequence[Line], *, y_title: str, x_title: str = "step"
     ]
     layout = _layout(x_title=x_title, y_title=y_title)
     layout.update(showlegend=True, hovermode="x unified")
-    _axis(layout, "yaxis")["rangemode"] = "tozero"
+    layout_axis(layout, "yaxis")["rangemode"] = "tozero"
     return {"data": traces, "layout": layout}
 
 
@@ -79,7 +77,7 @@ def bar_figure(bars: Line, *, y_title: str, x_title: str, marks: Line | None = N
         traces.append(_trace(marks) | {"mode": "markers", "marker": dash})
     layout = _layout(x_title=x_title, y_title=y_title)
     layout["showlegend"] = marks is not None
-    _axis(layout, "yaxis")["range"] = [0, 1.08 * max(highest, 1e-9)]
+    layout_axis(layout, "yaxis")["range"] = [0, 1.08 * max(highest, 1e-9)]
     return {"data": traces, "layout": layout}
 
 
@@ -127,7 +125,7 @@ def skew_figure(skews: Sequence[Sequence[float]], names: Sequence[str], steps: S
         "hovertemplate": "layer %{y}, to step %{x}: skew %{z:.2f}<extra></extra>",
     }
     layout = _heat_layout(x_title="step", num_rows=len(names))
-    _axis(layout, "xaxis").update(type="category", nticks=6)
+    layout_axis(layout, "xaxis").update(type="category", nticks=6)
     return {"data": [heat], "layout": layout}
 
 
@@ -145,7 +143,7 @@ def axis_of(figure: Figure, name: str) -> Figure:
     """``"xaxis"`` or ``"yaxis"`` of a figure, to set more of it."""
     layout = figure["layout"]
     assert isinstance(layout, dict)
-    return _axis(layout, name)
+    return layout_axis(layout, name)
 
 
 def _trace(line: Line) -> Figure:
@@ -180,27 +178,12 @@ def _colorbar(title: str, ticks: Sequence[float] | None, texts: Sequence[str] | 
 def _heat_layout(*, x_title: str, num_rows: int) -> Figure:
     layout = _layout(x_title=x_title, y_title="layer")
     layout["margin"] = {"l": 48, "r": 8, "t": 12, "b": 48}
-    _axis(layout, "xaxis").update(showgrid=False)
-    _axis(layout, "yaxis").update(type="category", autorange="reversed", showgrid=False, nticks=min(num_rows, 24))
+    layout_axis(layout, "xaxis").update(showgrid=False)
+    layout_axis(layout, "yaxis").update(type="category", autorange="reversed", showgrid=False, nticks=min(num_rows, 24))
     return layout
 
 
 def _layout(*, x_title: str, y_title: str) -> Figure:
-    axis = {"gridcolor": "@grid", "zeroline": False, "linecolor": "@grid", "automargin": True, "fixedrange": True}
-    return {
-        "xaxis": {**axis, "title": {"text": x_title, "font": {"color": "@muted", "size": 13}}},
-        "yaxis": {**axis, "title": {"text": y_title, "font": {"color": "@muted", "size": 13}}},
-        "font": {"family": _FONT, "size": 13, "color": "@ink"},
-        "paper_bgcolor": "@clear",
-        "plot_bgcolor": "@clear",
-        "margin": {"l": 56, "r": 16, "t": 34, "b": 48},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "showlegend": False,
-        "hoverlabel": {"font": {"family": _FONT}},
-    }
-
-
-def _axis(layout: Figure, name: str) -> Figure:
-    axis = layout[name]
-    assert isinstance(axis, dict)
-    return axis
+    layout = plain_layout(x_title=x_title, y_title=y_title)
+    layout["margin"] = {"l": 56, "r": 16, "t": 34, "b": 48}
+    return layout

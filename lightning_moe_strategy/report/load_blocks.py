@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_moe_strategy.plan.figures import Figure
 from lightning_moe_strategy.plan.tensor_parallel import degrees_of, price
 from lightning_moe_strategy.report.blocks import Block, thinning_words
 from lightning_moe_strategy.report.expert_series import Counts, Series, Window, merged
 from lightning_moe_strategy.report.figures import (
-    Figure,
     Line,
     axis_of,
     bar_figure,
