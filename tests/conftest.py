@@ -12,6 +12,8 @@ from tests.ranks import RankError, Ranks
 torch.set_num_threads(1)  # before any fork: a forked OpenMP team hangs
 
 _pools: dict[int, Ranks] = {}
+MOST_THREADS = 30
+"""A Trainer's groups leave some 25; starting a pool takes a fifth of a second."""
 
 
 def _pool(world_size: int) -> Callable[..., list[Any]]:
@@ -45,6 +47,13 @@ def ranks4() -> Callable[..., list[Any]]:
 @pytest.fixture
 def ranks8() -> Callable[..., list[Any]]:
     return _pool(8)
+
+
+@pytest.fixture(autouse=True)
+def _renew_pools() -> Iterator[None]:
+    yield
+    for world_size in [size for size, pool in _pools.items() if pool.num_threads > MOST_THREADS]:
+        _pools.pop(world_size).close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,13 +1,12 @@
 """A pool of gloo ranks that starts once per test run and runs functions of the tests.
 
 The workers are forked, so they inherit every imported module, test modules included, and a function is sent
-by name. After a failure the pool is thrown away: its ranks may wait in different collectives. After a success its ranks
-end the process groups that the function has left: each has three threads that poll a hundred times a second, and those
-of 150 groups take two fifths of two cores.
+by name. After a failure the pool is thrown away: its ranks may wait in different collectives. So is one whose tests
+have left many process groups behind, whose threads poll: idle ones take two fifths of two cores once there are 150. They
+are not ended one by one, as torch keeps meshes in caches and with them the names of their groups.
 """
 
 import datetime
-import gc
 import os
 import pickle
 import tempfile
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_END_GROUPS = b"end groups"
 SECONDS_TO_OUTLIVE = 5.0
 """How long a rank outlives the test run that started it."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
@@ -51,9 +49,13 @@ class Ranks:
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
         if errors:
             raise RankError("\n".join(errors))
-        for connection in self.connections:  # once none is in a collective any more
-            connection.send_bytes(_END_GROUPS)
         return [result for _, result in answers]
+
+    @property
+    def num_threads(self) -> int:
+        """Of the rank with most. Every process group of gloo has four, which poll a hundred times a second."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return max(len(list(folder.iterdir())) if folder.exists() else 0 for folder in folders)
 
     def close(self) -> None:
         for process in self.processes:
@@ -67,7 +69,6 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what was inherited is not gone through again
     # As torchrun would: a Trainer in a rank takes the process group that exists.
     os.environ.update(
         RANK=str(rank),
@@ -88,23 +89,10 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         while not connection.poll(SECONDS_TO_OUTLIVE):
             if os.getppid() != parent:
                 os._exit(1)
-        message = connection.recv_bytes()
-        if message == _END_GROUPS:
-            _end_groups()
-            continue
-        function, args = pickle.loads(message)
+        function, args = pickle.loads(connection.recv_bytes())
         torch.manual_seed(0)
         try:
             payload = pickle.dumps((None, function(*args)))
         except Exception:
             payload = pickle.dumps((traceback.format_exc(), None))
         connection.send_bytes(payload)
-
-
-def _end_groups() -> None:
-    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in groups:
-        dist.destroy_process_group(group)
-    if groups:
-        del group, groups
-        gc.collect()  # modules and meshes that hold them
