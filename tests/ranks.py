@@ -2,8 +2,8 @@
 
 The workers are forked, so they inherit every imported module, test modules included, and a function is sent
 by name. After a failure the pool is thrown away: its ranks may wait in different collectives. So is one whose tests
-have left many process groups behind, whose threads poll: idle ones take two fifths of two cores once there are 150. They
-are not ended one by one, as torch keeps meshes in caches and with them the names of their groups.
+have left many process groups behind, whose threads poll: idle ones take two fifths of two cores once there are 150.
+They are not ended one by one, as torch keeps meshes in caches, and with them the names of their groups.
 """
 
 import datetime
