@@ -104,6 +104,7 @@ def ask(case: Case) -> Witnesses:
         "experts after the first": f"{min(first + 1, layers - 1)} experts",
         "first layer's experts": f"{first} experts",
         "first layer's expert gradients": f"{first} expert gradients",
+        "second layer's attention": "1 attention",
         "first layer's attention": "0 attention",
         "embedding's gradient": "embed",
         "embedding reduced": "embed reduced",

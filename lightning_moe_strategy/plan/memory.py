@@ -29,6 +29,8 @@ MOMENTS = (
     "experts after the first",
     "first layer's experts",
     "first layer's expert gradients",
+    "second layer's MLP norm",
+    "second layer's attention",
     "first layer's MLP norm",
     "first layer's attention",
     "embedding's gradient",
@@ -81,7 +83,7 @@ def dense_moments(workload: Workload, side: DenseSide) -> Moments:
     }
     weights = DenseWeights(shape=shape, side=side)
     first, last = shape.dense_first_layers, shape.layers - 1
-    before_last, after_first = max(first, last - 1), min(first + 1, last)
+    before_last, after_first, second = max(first, last - 1), min(first + 1, last), min(1, last)
 
     def at(layer: int) -> dict[str, float]:
         """Inputs of this layer and those before it, gradients of those after it."""
@@ -119,6 +121,9 @@ def dense_moments(workload: Workload, side: DenseSide) -> Moments:
         "experts after the first": {**at(after_first), **weights.during_experts(after_first), **experts},
         "first layer's experts": {**at(first), **weights.during_experts(first), **experts},
         "first layer's expert gradients": {**at(first), **weights.during_expert_reduction(first), **reduced},
+        # The first layer's weights are on their way then; during the first layer's own backward none are.
+        "second layer's MLP norm": backward.during_norm(at(second), weights, workload, second),
+        "second layer's attention": backward.during_attention(at(second), weights, workload, second),
         "first layer's MLP norm": backward.during_norm(at(0), weights, workload, 0),
         "first layer's attention": backward.during_attention(at(0), weights, workload, 0),
         "embedding's gradient": {
@@ -155,6 +160,13 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
         **at(layers=1 - one_layer, gradients=one_layer),
         "expert_units": weights.gathered_ahead(is_first=is_only),
     }
+    second = at(layers=0, gradients=1)
+    if shape.dense_first_layers == 0 and not is_only:
+        # The experts of the layer before it are to come.
+        second = {
+            **at(layers=one_layer, gradients=1 - one_layer),
+            "expert_units": weights.gathered_ahead(is_first=False),
+        }
     return {
         "experts in the forward": {
             **at(layers=max(one_layer, 1 - one_layer), gradients=1),
@@ -191,6 +203,8 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
             **at(layers=0, gradients=1 - one_layer + reduced),
             **weights.during_reduction(is_first=True),
         },
+        "second layer's MLP norm": second,
+        "second layer's attention": second,
         "first layer's MLP norm": at(layers=0, gradients=1),
         "first layer's attention": at(layers=0, gradients=1),
         "embedding's gradient": at(layers=0, gradients=1),
