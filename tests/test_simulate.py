@@ -440,6 +440,8 @@ def test_glm_5_2_on_256_ranks(name, dense_shards, gathered, steps, tmp_path):
             "all_gather": pytest.approx((2 * latents + 21 * INDEX_KEY * gathered * share) / 1e9, rel=1e-6),
             "reduce_scatter": pytest.approx(2 * latents / 1e9, rel=1e-6),
         }
-    assert all(unit["all_gathers"] == 2 and unit["reduce_scatters"] == 1 for unit in figures["units"].values())
+    assert all(unit["reduce_scatters"] == 1 for unit in figures["units"].values())
+    assert {name for name, unit in figures["units"].items() if unit["all_gathers"] != 2} == {"model.embed"}
+    assert figures["units"]["model.embed"]["all_gathers"] == 1
     seconds = figures["seconds"]
     assert seconds["step"] == pytest.approx(seconds["compute"] + sum(seconds["exposed"].values()))
