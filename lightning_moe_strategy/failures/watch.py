@@ -281,8 +281,8 @@ class FailureWatch:
         first = evidence.first
         assert first is not None
         if self._speaks and verdict != "together":
+            self._is_shown = True  # before it is said: the main thread may look meanwhile
             say(report(evidence))
-            self._is_shown = True
             for rank in evidence.silent:
                 if rank in self._beside.members:
                     self._beside.members[rank].kill()
