@@ -101,7 +101,7 @@ class FailureWatch:
 
         self._exception: BaseException | None = None
         self._evidence = Evidence(world_size=self._world_size)
-        self._is_shown = self._speaks = False
+        self._speaks = False
         self._wake, self._ends, self._others_know = threading.Event(), threading.Event(), threading.Event()
         self._generation = -1
         self._forget()
@@ -110,7 +110,7 @@ class FailureWatch:
     def _forget(self) -> None:
         """A new beginning: every rank has failed, and the program goes on."""
         self._own: Failure | None = None
-        self._is_published = self._has_answered = False
+        self._is_published = self._has_answered = self._is_shown = False
         self._since: float | None = None
         self._concluded_at: float | None = None
         self._concluded = threading.Event()
@@ -133,7 +133,7 @@ class FailureWatch:
         """Say it to the others, and wait until it is known what failed first: some seconds at most."""
         if os.getpid() != self._me.process or exception is self._exception:
             return
-        self._exception, self._is_shown = exception, False
+        self._exception = exception
         concluded = self._concluded
         self._own = self._failure_of(exception)
         self._wake.set()
