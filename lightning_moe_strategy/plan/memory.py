@@ -156,17 +156,12 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
         """Rows of this share of the layers, gradients of that share."""
         return {**always, "saved_activations": kept * layers, "gradients": FP32 * local * gradients}
 
-    last = {
-        **at(layers=1 - one_layer, gradients=one_layer),
-        "expert_units": weights.gathered_ahead(is_first=is_only),
-    }
-    second = at(layers=0, gradients=1)
+    last = at(layers=1 - one_layer, gradients=one_layer) | {"expert_units": weights.gathered_ahead(is_first=is_only)}
+    first = second = at(layers=0, gradients=1)
     if shape.dense_first_layers == 0 and not is_only:
         # The experts of the layer before it are to come.
-        second = {
-            **at(layers=one_layer, gradients=1 - one_layer),
-            "expert_units": weights.gathered_ahead(is_first=False),
-        }
+        second = at(layers=one_layer, gradients=1 - one_layer)
+        second |= {"expert_units": weights.gathered_ahead(is_first=False)}
     return {
         "experts in the forward": {
             **at(layers=max(one_layer, 1 - one_layer), gradients=1),
@@ -205,11 +200,11 @@ def expert_moments(workload: Workload, side: ExpertSide, tokens: int) -> Moments
         },
         "second layer's MLP norm": second,
         "second layer's attention": second,
-        "first layer's MLP norm": at(layers=0, gradients=1),
-        "first layer's attention": at(layers=0, gradients=1),
-        "embedding's gradient": at(layers=0, gradients=1),
-        "embedding reduced": at(layers=0, gradients=1),
-        "optimizer": {**at(layers=0, gradients=1), "optimizer_temporaries": FP32 * local * is_adamw},
+        "first layer's MLP norm": first,
+        "first layer's attention": first,
+        "embedding's gradient": first,
+        "embedding reduced": first,
+        "optimizer": {**first, "optimizer_temporaries": FP32 * local * is_adamw},
     }
 
 
