@@ -195,7 +195,7 @@ def test_a_token_chunk_has_its_score_gradients_in_memory_and_no_others(chunk, mi
     made = plan(dataclasses.replace(request, fa4_token_chunk=chunk)).to_json()
     moments, without = made["memory_gb"]["moments"], gigabytes(request)["moments"]
     added = {moment: moments[moment] - without[moment] for moment in moments}
-    attention = {"last layer's attention", "first layer's attention"} & set(added)
+    attention = {f"{which} layer's attention" for which in ("last", "second", "first")} & set(added)
     assert attention and made["settings"]["fa4_token_chunk"] == chunk
     for moment, size in added.items():
         expected = 2 * 64 * 2048 * tokens if moment in attention else 0
