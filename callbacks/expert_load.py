@@ -4,7 +4,6 @@ Shapes: E experts of a layer, T tokens of this rank, K experts per token.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lightning_moe_strategy.callbacks.expert_load_report import (
 )
 from lightning_moe_strategy.callbacks.moved_experts import MovedExperts
 from lightning_moe_strategy.callbacks.run_description import write_run_description
+from lightning_moe_strategy.callbacks.trainer_facts import log_every_n_steps, run_folder
 from lightning_moe_strategy.context_parallel.batch import MicroBatch
 from lightning_moe_strategy.expert_parallel.experts import RoutingObserver, routing_observers
 from lightning_moe_strategy.report.expert_series import FILE_NAME
@@ -120,7 +120,7 @@ class ExpertLoadMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not before: where a fit resumes its step is known now.
-        directory = _directory(trainer) if trainer.loggers and not _is_fast_dev_run(trainer) else None
+        directory = run_folder(trainer) if trainer.loggers and not _is_fast_dev_run(trainer) else None
         writes = directory is not None and trainer.is_global_zero
         if "train" in self._metrics:
             num_experts = {name: metric.tokens_E.numel() for name, metric in self._metrics["train"].items()}
@@ -133,7 +133,7 @@ class ExpertLoadMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        every = self.log_every_n_steps or _log_every_n_steps(trainer)
+        every = self.log_every_n_steps or log_every_n_steps(trainer)
         if "train" not in self._metrics or not every or step == self._logged_step or step % every:
             return
         self._logged_step = step
@@ -150,7 +150,7 @@ class ExpertLoadMonitor(Callback):
         figures = moved.take_figures("train", trainer.strategy.root_device)
         is_more = trainer.global_step > self._logged_step
         self._history.finish(trainer.global_step, tokens, self._ep, figures if is_more else {})
-        directory = _directory(trainer)
+        directory = run_folder(trainer)
         if self.plot and trainer.is_global_zero:
             figure = load_figure(self._last_window or layer_loads(tokens, self._ep), self._history.skews)
             directory.mkdir(parents=True, exist_ok=True)
@@ -278,16 +278,6 @@ class ExpertLoadMonitor(Callback):
         return figures
 
 
-def _directory(trainer: Trainer) -> Path:
-    """Where the run's logs are. A broadcast: every rank asks."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
-
-
 def _is_fast_dev_run(trainer: Trainer) -> bool:
     num_batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
     return bool(num_batches)
-
-
-def _log_every_n_steps(trainer: Trainer) -> int:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return every

@@ -21,8 +21,8 @@ from lightning_moe_strategy.callbacks.peak_prediction import (
     plan_run,
     read_planned_peak,
 )
+from lightning_moe_strategy.callbacks.trainer_facts import placement_in
 from lightning_moe_strategy.context_parallel.batch import find_sequences, items_of
-from lightning_moe_strategy.placement import Placement
 from lightning_moe_strategy.simulation.report import GB
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class PlanCheck(Callback):
         self._first_step, self._peak, self.result = trainer.global_step, None, None
         self._largest_batch = (0, 0)
         if self._from_file is not None:
-            self._from_file.warn_of_another_run(_placement(trainer).dims, rank_zero_warn)
+            self._from_file.warn_of_another_run(placement_in(trainer).dims, rank_zero_warn)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.result is not None or trainer.global_step == self._first_step:
@@ -103,7 +103,7 @@ class PlanCheck(Callback):
         if self._peak is None:
             self._measured_from = trainer.global_step
             on_gpu = pl_module.device.type == "cuda"
-            self._peak = DevicePeak(pl_module.device) if on_gpu else WatchedPeak(_placement(trainer))
+            self._peak = DevicePeak(pl_module.device) if on_gpu else WatchedPeak(placement_in(trainer))
         self._note_size(batch)
         tensors = [item for item in items_of(batch).values() if isinstance(item, Tensor)]
         self._peak.start(pl_module, trainer.optimizers, tensors)
@@ -165,15 +165,9 @@ class PlanCheck(Callback):
         if self._from_file is not None:
             return self._from_file, ""
         try:
-            return plan_run(pl_module, _placement(trainer), trainer.optimizers, self._largest_batch), ""
+            return plan_run(pl_module, placement_in(trainer), trainer.optimizers, self._largest_batch), ""
         except CannotPlan as error:
             return None, str(error)
-
-
-def _placement(trainer: Trainer) -> Placement:
-    strategy: Any = trainer.strategy
-    placement: Placement = strategy.placement
-    return placement
 
 
 def _sentence(result: CheckedPlan, by_purpose: Mapping[str, int], reason: str) -> str:

@@ -26,7 +26,7 @@ from lightning_moe_strategy.callbacks.receipt_summary import (
     receipt_table,
     warning,
 )
-from lightning_moe_strategy.placement import Placement
+from lightning_moe_strategy.callbacks.trainer_facts import log_every_n_steps, placement_in, run_folder
 from lightning_moe_strategy.plan.cluster import Cluster, load_cluster
 from lightning_moe_strategy.simulation.communication import axes_of_groups
 from lightning_moe_strategy.waits import WaitWatch, layers_of
@@ -98,13 +98,12 @@ class Receipt(Callback):
             raise ValueError("Trainer(callbacks=...) has two Receipts, which would time each other. Keep one.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        placement, strategy = _placement(trainer), trainer.strategy
+        placement, strategy = placement_in(trainer), trainer.strategy
         self.last, self._planned = None, None
         self._recent, self._all = WaitSums(), WaitSums()
         self._is_warm = self._has_warned = self._is_planned = False
         self._step, self._batch = trainer.global_step, (0, 0)
-        # log_dir is a broadcast: every rank asks for it.
-        self._path = Path(trainer.log_dir or trainer.default_root_dir, FILE_NAME)
+        self._path = run_folder(trainer) / FILE_NAME
         self._watch = WaitWatch(placement.units, device=strategy.root_device, axes=axes_of_groups(placement))
         self._hooks.enter_context(self._watch.opened())
 
@@ -116,7 +115,7 @@ class Receipt(Callback):
         strategy: Any = trainer.strategy
         num_tokens, context = strategy.micro_batch.num_tokens, strategy.micro_batch.context
         if context:
-            of_each = max(1, context // _placement(trainer).dims.cp)
+            of_each = max(1, context // placement_in(trainer).dims.cp)
             size = (max(1, num_tokens // of_each), of_each)
             self._batch = max(self._batch, size, key=lambda each: each[0] * each[1])
 
@@ -132,7 +131,7 @@ class Receipt(Callback):
         self._step = step
         self._watch.end_step()
         self._take()
-        every = self.log_every_n_steps or _log_every_n_steps(trainer)
+        every = self.log_every_n_steps or log_every_n_steps(trainer)
         if every and step % every == 0:
             self._log(trainer, pl_module)
 
@@ -184,7 +183,7 @@ class Receipt(Callback):
     def _reading(self, trainer: Trainer, pl_module: LightningModule, sums: WaitSums) -> StepReceipt | None:
         """Of all ranks, each of which calls it."""
         assert self._watch is not None
-        units, layers = _placement(trainer).units, self._watch.layers
+        units, layers = placement_in(trainer).units, self._watch.layers
         rank = dist.get_rank() if dist.is_initialized() else 0
         numbers = torch.tensor(
             sums.numbers(layers, rank=rank, num_ranks=_world_size()), dtype=torch.float64, device=pl_module.device
@@ -204,7 +203,7 @@ class Receipt(Callback):
         try:
             self._planned = plan_waits(
                 pl_module,
-                _placement(trainer),
+                placement_in(trainer),
                 trainer.optimizers,
                 (sequences, tokens),
                 cluster=self.cluster,
@@ -223,16 +222,5 @@ class Receipt(Callback):
         return sequences, tokens
 
 
-def _placement(trainer: Trainer) -> Placement:
-    strategy: Any = trainer.strategy
-    placement: Placement = strategy.placement
-    return placement
-
-
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _log_every_n_steps(trainer: Trainer) -> int:
-    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return every

@@ -54,7 +54,7 @@ def site_settings() -> dict[str, Any]:
         """Functions of extensions, which the file names by a tag, do not matter here."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
-    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)  # noqa: S506  # a SafeLoader
+    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
 
 
 def names_in(navigation: Any) -> list[str]:

@@ -33,7 +33,7 @@ def end_process_after(seconds: float) -> None:
     By a thread of C: it needs no lock of Python's, and no main thread that comes back.
     """
     global _nowhere
-    _nowhere = open(os.devnull, "w")  # noqa: SIM115  # until then
+    _nowhere = open(os.devnull, "w")
     faulthandler.dump_traceback_later(seconds, exit=True, file=_nowhere)
 
 
