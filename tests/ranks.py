@@ -91,6 +91,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
                 os._exit(1)
         function, args = pickle.loads(connection.recv_bytes())
         torch.manual_seed(0)
+        os.environ.pop("PL_GLOBAL_SEED", None)  # seed_everything's, of another test: Lightning's samplers take it
         try:
             payload = pickle.dumps((None, function(*args)))
         except Exception:

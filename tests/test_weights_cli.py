@@ -234,4 +234,5 @@ def test_import_and_export_take_less_memory_than_1_3_layers(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     into, out = (int(number) / layer for number in done.stdout.split())
-    assert layer > 100e6 and into < 0.65 and 0.5 < out < 1.3, (into, out)
+    # 0.3: the watch sees memory at all; where threads are late it misses the moment that holds most.
+    assert layer > 100e6 and 0.3 < into < 0.65 and 0.3 < out < 1.3, (into, out)
