@@ -150,7 +150,6 @@ def run_rank(rank: int, options: argparse.Namespace, folder: Path, pipe: Connect
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.chdir(folder)  # callbacks write their pictures here
     # As torchrun would: a Trainer takes the process group that exists.
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS),

@@ -278,7 +278,6 @@ class Ranks:
 
 def run_rank(rank: int, train: Train, build: Build, rows: Rows, folder: Path, pipe: Connection) -> None:
     logging.disable(logging.WARNING)
-    os.chdir(folder)  # callbacks write their pictures here
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a rank that moves between cores pays for cold caches
     # As torchrun would: a Trainer takes the process group that exists.

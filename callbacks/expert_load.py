@@ -78,8 +78,9 @@ class ExpertLoadMonitor(Callback):
 
     Args:
         log_every_n_steps: optimizer steps between two figures; None takes the Trainer's.
-        plot: at the end of fit write ``expert_load.png`` next to the logs: layers x experts, tokens since the figures
-            before the last, and every layer's skew over the fit. Loggers that take pictures (``add_figure`` or
+        plot: at the end of fit, where the Trainer has a logger (None) or in any case (True), write ``expert_load.png``
+            next to the logs: layers x experts, tokens since the figures before the last, and every layer's skew over
+            the fit. Loggers that take pictures (``add_figure`` or
             ``add_image`` of their experiment, as TensorBoard has) get it as ``expert_load/train``. And print a table
             of the whole fit with skews, experts that moved, and what ETP would do and cost.
         image_every_n_logs: draw that for the loggers at every so many figures too; a second or so each on rank 0,
@@ -91,7 +92,7 @@ class ExpertLoadMonitor(Callback):
     """
 
     def __init__(
-        self, log_every_n_steps: int | None = None, *, plot: bool = True, image_every_n_logs: int | None = None
+        self, log_every_n_steps: int | None = None, *, plot: bool | None = None, image_every_n_logs: int | None = None
     ) -> None:
         if log_every_n_steps is not None and log_every_n_steps < 1:
             raise ValueError(f"log_every_n_steps({log_every_n_steps}) must be at least 1, or None for the Trainer's.")
@@ -120,7 +121,7 @@ class ExpertLoadMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not before: where a fit resumes its step is known now.
-        directory = run_folder(trainer) if trainer.loggers and not _is_fast_dev_run(trainer) else None
+        directory = run_folder(trainer) if _is_logged(trainer) else None
         writes = directory is not None and trainer.is_global_zero
         if "train" in self._metrics:
             num_experts = {name: metric.tokens_E.numel() for name, metric in self._metrics["train"].items()}
@@ -151,7 +152,8 @@ class ExpertLoadMonitor(Callback):
         is_more = trainer.global_step > self._logged_step
         self._history.finish(trainer.global_step, tokens, self._ep, figures if is_more else {})
         directory = run_folder(trainer)
-        if self.plot and trainer.is_global_zero:
+        draws = _is_logged(trainer) if self.plot is None else self.plot
+        if draws and trainer.is_global_zero:
             figure = load_figure(self._last_window or layer_loads(tokens, self._ep), self._history.skews)
             directory.mkdir(parents=True, exist_ok=True)
             figure.savefig(directory / "expert_load.png")
@@ -278,6 +280,7 @@ class ExpertLoadMonitor(Callback):
         return figures
 
 
-def _is_fast_dev_run(trainer: Trainer) -> bool:
-    num_batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
-    return bool(num_batches)
+def _is_logged(trainer: Trainer) -> bool:
+    """Whether the user wants to keep anything of the run."""
+    is_trial: int = trainer.fast_dev_run  # type: ignore[attr-defined]
+    return bool(trainer.loggers) and not is_trial

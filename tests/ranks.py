@@ -7,6 +7,7 @@ They are not ended one by one, as torch keeps meshes in caches, and with them th
 """
 
 import datetime
+import importlib
 import os
 import pickle
 import tempfile
@@ -29,6 +30,7 @@ class Ranks:
     """``ranks(function, *args)`` runs ``function(*args)`` on every rank and returns the results in rank order."""
 
     def __init__(self, world_size: int) -> None:
+        importlib.import_module("transformers.modeling_utils")  # three seconds, which each rank would take for itself
         context = get_context("fork")
         store = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
         self.world_size = world_size

@@ -235,11 +235,11 @@ def test_the_file_holds_what_was_routed_in_every_window(tmp_path: Path):
 @pytest.mark.parametrize("options", [dict(logger=False), dict(fast_dev_run=True)], ids=["no-logger", "fast-dev-run"])
 def test_a_run_that_logs_nothing_writes_nothing_down(tmp_path: Path, options: dict[str, Any]):
     model = attached()
-    trainer = make_trainer(
-        tmp_path, model, ExpertLoadMonitor(1, plot=False), max_steps=1, default_root_dir=str(tmp_path), **options
-    )
-    trainer.fit(model, batches(1), batches(1))
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".jsonl")]
+    options |= dict(max_steps=1, default_root_dir=str(tmp_path))
+    make_trainer(tmp_path, model, ExpertLoadMonitor(1), **options).fit(model, batches(1), batches(1))
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".jsonl", ".png")]
+    make_trainer(tmp_path, model, ExpertLoadMonitor(1, plot=True), **options).fit(model, batches(1), batches(1))
+    assert (tmp_path / "expert_load.png").exists()
 
 
 def cumulated(steps: int) -> list[dict[str, Tensor]]:

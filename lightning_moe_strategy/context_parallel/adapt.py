@@ -27,8 +27,8 @@ def adapt_attention(root: nn.Module, blocks: Mapping[str, nn.Module], cp: Contex
         return
     block_of = {module: name for name, block in blocks.items() for module in block.modules()}
     in_hugging_face: set[nn.Module] = set()
-    # A Hugging Face model exists only where transformers is imported.
-    if "transformers" in sys.modules:
+    # A Hugging Face model exists only where this is imported, which takes seconds and others may import the package.
+    if "transformers.modeling_utils" in sys.modules:
         in_hugging_face = _adapt_hugging_face_models(root, block_of, cp)
     for name, block in blocks.items():
         if block not in in_hugging_face and (cp.degree > 1 or _has_indexer(block)):
