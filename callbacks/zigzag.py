@@ -1,6 +1,7 @@
 """Every rank of a cp group reads the same batch; this callback leaves each its zig-zag part of the tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from torch import Tensor, nn
@@ -171,6 +172,8 @@ class ZigZagContextParallel(Callback):
             layout=self.layout,
         )
         cp = strategy.context_parallel
+        if cp.splits_inside:
+            self._refuse_what_reads_parts(fields, shift)
         if stage == "train" and not self._is_verified:
             settings = SplitSettings(
                 shift=shift, ignore_index=self.ignore_index, pad_token_id=self.pad_token_id, layout=self.layout
@@ -187,7 +190,24 @@ class ZigZagContextParallel(Callback):
             layout=self.layout,
         )
         self._say_padding(fields, cp)
+        if cp.splits_inside:
+            cp.sequence = replace(cp.sequence, attention_mask_BL=items.get("attention_mask"))
+            return batch
         return with_items(batch, local)
+
+    def _refuse_what_reads_parts(self, fields: SequenceFields, shift: Shift) -> None:
+        """Of a model that splits the batch inside, which all else holds whole."""
+        if self.verify_cp:
+            raise ValueError(
+                "verify_cp=True cuts a few tokens out of a batch, and a model that reads images needs all of an "
+                "image's. Say verify_cp=False, and run lightning-moe verify."
+            )
+        if fields.labels_key is not None and shift != "model":
+            raise ValueError(
+                f"A model that reads images has logits of this rank's tokens alone, and the labels under "
+                f"{fields.labels_key!r} stay whole (shift={shift!r}). Pass labels= to the model, which computes the "
+                "loss, or choose cp=1."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._to_verify is not None:
@@ -279,6 +299,6 @@ class ZigZagContextParallel(Callback):
 def _who_shifts_in_hugging_face(module: nn.Module) -> Shift | None:
     """By transformers' own mark: which loss ``labels=`` of a forward leads to. None without a model that has one."""
     losses = {getattr(part, "loss_type", None) for part in module.modules()}
-    if "ForCausalLM" in losses:
+    if losses & {"ForCausalLM", "ForConditionalGeneration"}:
         return "model"
     return "none" if losses & LOSSES_WITHOUT_SHIFT else None

@@ -20,13 +20,12 @@ from lightning_moe_strategy.initialization import materialize
 from lightning_moe_strategy.stale_parameters import hand_over_parameters, remember_parameters
 from lightning_moe_strategy.units import find_blocks, find_routers, plan_units
 from tests.flavour import L
-from tests.modules import IGNORED, VOCABULARY, Block, PlainLanguageModel, SparseLayer, loader, tiny_hf_config
+from tests.modules import IGNORED, VOCABULARY, Block, PlainLanguageModel, SparseLayer, loader
 from tests.test_projects import (
     CP2_EP2,
     FSDP4,
     TOLERANCE,
     WITH_CP,
-    WITHOUT_CP,
     assert_same_ten_steps,
     error_of,
     fit_on_rank,
@@ -277,67 +276,3 @@ def test_adapters_on_the_meta_device_are_not_initialised_as_plain_layers():
         model = WrappedExperts(nn.Linear(16, 16))
     with pytest.raises(RuntimeError, match=r"nothing initialises them: lora_A\.default\.weight"):
         materialize(model, torch.device("cpu"), seed=0, experts={})
-
-
-class Captions(L.LightningDataModule):
-    """Two images of 16 patches, each four tokens of the text."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
-    def train_dataloader(self) -> DataLoader:
-        generator = torch.Generator().manual_seed(5)
-        samples = []
-        for _ in range(80):
-            ids = torch.randint(0, 50, (24,), generator=generator)
-            ids[2:8] = torch.tensor([52, *[51] * 4, 53])
-            samples.append(
-                {
-                    "input_ids": ids,
-                    "labels": torch.where(ids < 50, ids, IGNORED),
-                    "mm_token_type_ids": (ids == 51).long(),
-                    "pixel_values": torch.randn(16, 24, generator=generator),
-                    "image_grid_thw": torch.tensor([1, 4, 4]),
-                }
-            )
-        return DataLoader(samples, batch_size=self.batch_size)
-
-
-class VisionLanguage(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        text = tiny_hf_config("qwen3_vl_moe_text", initializer_range=0.1).to_dict()
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-        vision = dict(
-            depth=2, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, in_channels=3,
-            temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=32, num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-        )  # fmt: skip
-        config = AutoConfig.for_model(
-            "qwen3_vl_moe", text_config=text, vision_config=vision,
-            image_token_id=51, vision_start_token_id=52, vision_end_token_id=53, video_token_id=54,
-        )  # fmt: skip
-        self.model = AutoModelForImageTextToText.from_config(config)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        images = {name: batch[name].flatten(0, -2) for name in ("pixel_values", "image_grid_thw")}
-        loss = self.model(**batch | images).loss
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-@pytest.mark.parametrize("degrees", WITHOUT_CP)
-def test_a_vision_language_model_whose_language_part_has_experts(degrees, ranks4):
-    _, module, losses = one_process(VisionLanguage, Captions)
-    assert_same_ten_steps(ranks4(on_rank, degrees, VisionLanguage, Captions), module, losses)
-
-
-def test_a_vision_language_model_is_refused_with_cp(ranks4):
-    for message in ranks4(partial(error_of, on_rank, CP2_EP2, VisionLanguage, Captions)):
-        assert "model.model.visual.blocks.0.attn has is_causal=False" in message and "cp=1" in message, message

@@ -26,16 +26,22 @@ def adapt_attention(root: nn.Module, blocks: Mapping[str, nn.Module], cp: Contex
     if cp.degree == 1 and cp.indexer_loss is None:
         return
     block_of = {module: name for name, block in blocks.items() for module in block.modules()}
-    in_hugging_face: set[nn.Module] = set()
+    in_hugging_face, whole = set[nn.Module](), set[nn.Module]()
     # A Hugging Face model exists only where this is imported, which takes seconds and others may import the package.
     if "transformers.modeling_utils" in sys.modules:
-        in_hugging_face = _adapt_hugging_face_models(root, block_of, cp)
+        in_hugging_face, whole = _adapt_hugging_face_models(root, block_of, cp)
+    cp.splits_inside = bool(whole)
     for name, block in blocks.items():
         if block not in in_hugging_face and (cp.degree > 1 or _has_indexer(block)):
+            if cp.splits_inside:
+                raise ValueError(
+                    f"{name} ({type(block).__name__}) stands beside a model that reads images and splits the batch at "
+                    "its language part, so that it would be given the whole of it. Choose cp=1."
+                )
             adapt_block(block, name, cp)
     if cp.degree > 1:
         _adapt_declared_modules(root, blocks, block_of, in_hugging_face, cp)
-    cp.expect_every_block_again(tuple(blocks))
+    cp.expect_every_block_again(tuple(name for name, block in blocks.items() if block not in whole))
 
 
 def _adapt_declared_modules(
@@ -69,19 +75,28 @@ def _adapt_declared_modules(
 
 def _adapt_hugging_face_models(
     root: nn.Module, block_of: Mapping[nn.Module, str], cp: ContextParallel
-) -> set[nn.Module]:
+) -> tuple[set[nn.Module], set[nn.Module]]:
+    """All modules of such models, and those of them that run whole."""
     from transformers import PreTrainedModel
 
     from lightning_moe_strategy.context_parallel.hugging_face import adapt_pretrained_model
 
-    adapted: set[nn.Module] = set()
+    adapted, whole, of_text = set[nn.Module](), set[nn.Module](), list[str]()
     for name, module in root.named_modules():
         if not isinstance(module, PreTrainedModel) or module in adapted:
             continue
         if cp.degree > 1 or _has_indexer(module):
-            adapt_pretrained_model(module, name or type(module).__name__, block_of, cp)
+            name = name or type(module).__name__
+            left_whole = adapt_pretrained_model(module, name, block_of, cp)
             adapted.update(module.modules())
-    return adapted
+            whole |= left_whole
+            of_text += [] if left_whole else [name]
+    if whole and of_text:
+        raise ValueError(
+            f"{', '.join(of_text)} read parts of a batch, and stand beside a model that reads images and splits the "
+            "batch at its language part. Choose cp=1."
+        )
+    return adapted, whole
 
 
 def _has_indexer(module: nn.Module) -> bool:

@@ -11,13 +11,20 @@ import inspect
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightning_moe_strategy.context_parallel.hugging_face_language_part import (
+    language_part,
+    leave_whole,
+    split_inputs,
+    towers_of,
+    wrappers_of,
+)
 from lightning_moe_strategy.context_parallel.hugging_face_limits import (
     refuse_call,
     refuse_inputs,
@@ -44,16 +51,32 @@ _SITE = "_context_parallel_site"
 _INPUTS = "_context_parallel_inputs"
 _STOCK = "_context_parallel_stock_attention"
 
+Role = Literal["text", "wrapper", "language part"]
+"""Of a model: one of text alone; one that reads images too; and in it what its tokens go through."""
+
 
 def adapt_pretrained_model(
     model: PreTrainedModel, name: str, block_of: Mapping[nn.Module, str], cp: ContextParallel
-) -> None:
+) -> set[nn.Module]:
     """Let an unchanged Hugging Face causal model work on this rank's part of every sequence.
 
     ``model`` is an outermost one, called ``name`` in the module tree; ``block_of`` names the block that
     holds a module. ValueError for what cannot be split exactly, naming the module and its setting. May be
     called again.
+
+    Of a model that reads images too, that is its language part; the rest computes what it would in one process.
+    Returns the modules of that rest, which run whole.
     """
+    part, whole = language_part(model) if cp.degree > 1 else None, set[nn.Module]()
+    if part is not None:
+        for wrapper in wrappers_of(part, model):
+            if isinstance(wrapper, PreTrainedModel):
+                _hook_inputs(wrapper, cp, role="wrapper")
+        for tower in towers_of(part, model):
+            leave_whole(tower, cp)
+            whole.update(tower.modules())
+        path = next(path for path, module in model.named_modules() if module is part)
+        model, name = part, f"{name}.{path}"
     refuse_model(model, name)
     # The class, not an instance, carries the registry: every family sees the name.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -65,7 +88,7 @@ def adapt_pretrained_model(
         where = block_of.get(module, f"{name}.{path}" if path else name)
         if isinstance(module, PreTrainedModel):
             _refuse_if_without_registry(module, where)
-            _hook_inputs(module, cp)
+            _hook_inputs(module, cp, role="language part" if module is part else "text")
         elif isinstance(module, GradientCheckpointingLayer):
             # Our cache remembers nothing, so a recompute may call it a second time.
             module._can_checkpoint_with_cache = True
@@ -77,6 +100,7 @@ def adapt_pretrained_model(
             adapt_latent_attention(module, "expand_kv", "kv_b_proj", cp, has_window=has_window)
         elif is_linear_attention(module):
             adapt_linear_attention(module, where, cp)
+    return whole
 
 
 class _Site:
@@ -104,8 +128,8 @@ class _NoCache:
 class _Inputs:
     """The forward pre-hook: what a rank's part of the sequence adds to, or takes from, a model's arguments."""
 
-    def __init__(self, names: tuple[str, ...], cp: ContextParallel, *, is_sparse: bool) -> None:
-        self.names, self.cache, self.cp = names, _NoCache(), cp
+    def __init__(self, names: tuple[str, ...], cp: ContextParallel, role: Role, *, is_sparse: bool) -> None:
+        self.names, self.cache, self.cp, self.role = names, _NoCache(), cp, role
         self.is_sparse = is_sparse
 
     def __call__(
@@ -118,11 +142,15 @@ class _Inputs:
         if isinstance(inputs.get("cache"), _NoCache):
             return (), inputs  # an inner model: its outer one was here
         sequence = self.cp.current
+        if self.role == "language part":
+            inputs = split_inputs(inputs, sequence, self.cp.rank, type(module).__name__)
         refuse_inputs(module, inputs, sequence)
         mask = no_mask(sequence.position_ids_BL.device) if self.is_sparse else None
         ours = {"cache": self.cache, "use_cache": False, "attention_mask": mask}
+        if self.role == "wrapper":
+            ours = {"use_cache": False}
         inputs |= {name: value for name, value in ours.items() if name in self.names}
-        if "position_ids" in self.names:
+        if "position_ids" in self.names and self.role != "wrapper":
             inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
             self.cp.note_positions()
         is_shifted = sequence.shift_labels_BL is not None and inputs.get("labels") is not None
@@ -137,7 +165,8 @@ class _Inputs:
         ours = self.cp.current.position_ids_BL[:, : tokens.shape[1]]
         if given is None:
             return ours
-        if self.cp.guard is not None and bool((given != ours).any()):
+        # A language part's are cut from the whole sequence's, whatever they count.
+        if self.role == "text" and self.cp.guard is not None and bool((given != ours).any()):
             raise ValueError(
                 f"{model} was given position_ids that are not those of this rank's tokens (counted from 0?). Pass "
                 "batch['position_ids'], or none."
@@ -146,12 +175,12 @@ class _Inputs:
         return given
 
 
-def _hook_inputs(module: PreTrainedModel, cp: ContextParallel) -> None:
+def _hook_inputs(module: PreTrainedModel, cp: ContextParallel, role: Role) -> None:
     inputs = module.__dict__.get(_INPUTS)
     if inputs is None:
         names = tuple(inspect.signature(module.forward).parameters)
         inputs = module.__dict__[_INPUTS] = _Inputs(
-            names, cp, is_sparse=any(map(is_sparse_attention, module.modules()))
+            names, cp, role, is_sparse=any(map(is_sparse_attention, module.modules()))
         )
         module.register_forward_pre_hook(inputs, with_kwargs=True)
     inputs.cp = cp

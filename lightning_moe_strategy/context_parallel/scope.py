@@ -19,6 +19,7 @@ from lightning_moe_strategy.collectives import AnyGroup
 from lightning_moe_strategy.context_parallel.guard import FirstStepGuard
 from lightning_moe_strategy.context_parallel.indexers import IndexerLoss
 from lightning_moe_strategy.context_parallel.layout import SequenceLayout
+from lightning_moe_strategy.context_parallel.padding import PaddedSequence
 from lightning_moe_strategy.context_parallel.visible import ONE_DOCUMENT, Documents
 from lightning_moe_strategy.kernels.attention import AttentionKernelName
 
@@ -37,6 +38,8 @@ class LocalSequence:
     num_tokens: int
     """Tokens of the whole sequence before padding and dummies."""
     position_ids_BL: Tensor
+    padded: PaddedSequence | None = None
+    """How the whole sequence was padded and shared out, for what a model splits inside."""
     is_token_P: Tensor | None = None
     """Which tokens of the padded sequence are no padding, where that does not stand at the end alone. On the CPU."""
     documents: Documents = ONE_DOCUMENT
@@ -76,6 +79,8 @@ class ContextParallel:
         """Patterns of names of blocks and modules that see whole sequences of a part of their heads."""
         self.is_off = False
         """Whether every module computes what it would in one process, with whatever tokens it is given."""
+        self.splits_inside = False
+        """Whether the batch stays whole, as a model splits it at its language part (hugging_face_language_part.py)."""
         self.attention_kernel: AttentionKernelName = "auto"
         """What attends to keys of other ranks."""
         self.separates_documents = False

@@ -205,12 +205,13 @@ class Compared:
             for name, right in expected.items():
                 gradient = self.reference.gradients[step].get(name) if is_aligned else None
                 if gradient is not None:
+                    largest = float(gradient.abs().max()) if gradient.numel() else 0.0
                     limit = 10 * self.tolerance.relative * max(
-                        float(gradient.abs().max()) if gradient.numel() else 0.0,
-                        self.tolerance.noise * self._largest_gradient[step],
+                        largest, self.tolerance.noise * self._largest_gradient[step]
                     )  # fmt: skip
-                    # A step like Adam's makes as much of a rounding error as of a gradient.
-                    small = (gradient.abs() < limit) & (gradient != 0)
+                    # A step like Adam's makes as much of a rounding error as of a gradient. What is exactly 0 is none,
+                    # but where all cancels but for rounding errors (the bias of a key).
+                    small = (gradient.abs() < limit) & ((gradient != 0) | (0 < largest < limit))
                     noise[name] = noise[name] | small if name in noise else small
                 found = [rank.parameters[step][name] for rank in self.ranks if name in rank.parameters[step]]
                 size = float(right.abs().max()) if right.numel() else 0.0
