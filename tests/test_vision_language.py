@@ -64,7 +64,7 @@ def config_of(kind: str) -> Any:
 
 
 class Captions(L.LightningDataModule):
-    """Two images of four tokens each in every sample."""
+    """Two images of four tokens each in every sample, and padding at the end of every second."""
 
     def __init__(self, batch_size: int, kind: str = "qwen3_vl_moe") -> None:
         super().__init__()
@@ -73,11 +73,14 @@ class Captions(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         generator = torch.Generator().manual_seed(5)
         samples = []
-        for _ in range(80):
+        for number in range(80):
             ids = torch.randint(0, 50, (LENGTH,), generator=generator)
             for at in (3, 15):
                 ids[at : at + 6] = torch.tensor([START, *[IMAGE] * 4, END])
-            sample = {"input_ids": ids, "labels": torch.where(ids < 50, ids, IGNORED)}
+            mask = torch.ones_like(ids)
+            mask[LENGTH - 2 * (number % 2) :] = 0
+            labels = torch.where((ids < 50) & mask.bool(), ids, IGNORED)
+            sample = {"input_ids": ids, "attention_mask": mask, "labels": labels}
             if self.kind == "llava":
                 sample["pixel_values"] = torch.randn(2, 3, 8, 8, generator=generator)
             else:
@@ -153,10 +156,12 @@ def predicted() -> Tensor:
 def test_predictions_of_a_part_can_be_restored(ranks2):
     torch.manual_seed(0)
     module = VisionLanguage().eval()
+    batch = next(iter(Captions(2).train_dataloader()))
     with torch.no_grad():
-        expected = module.predict_step(next(iter(Captions(2).train_dataloader())), 0)
+        expected = module.predict_step(batch, 0)
+    is_token = batch["attention_mask"].bool()
     for logits in ranks2(predicted):
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits[is_token], expected[is_token], rtol=1e-5, atol=1e-5)
 
 
 class OwnLoss(VisionLanguage):
@@ -212,5 +217,8 @@ def test_a_language_part_is_given_its_own_tokens_of_everything():
         assert torch.equal(features[:, 0], number * own_BL[split["visual_pos_masks"]].float())
     with pytest.raises(ValueError, match="was given 13 tokens, and the batch has 26"):
         split_inputs(given | {"inputs_embeds": given["inputs_embeds"][:, ::2]}, sequence, 1, "Model")
-    with pytest.raises(ValueError, match=r"masks of the model's making \(dict\).*Choose cp=1"):
-        split_inputs(given | {"attention_mask": {"full_attention": None}}, sequence, 1, "Model")
+    holes_BS = torch.ones(2, LENGTH)
+    holes_BS[0, 3] = 0
+    for mask in ({"full_attention": None}, torch.ones(2, 1, LENGTH, LENGTH), holes_BS):
+        with pytest.raises(ValueError, match=r"a mask that is not the batch's \((dict|Tensor)\).*Choose cp=1"):
+            split_inputs(given | {"attention_mask": mask}, sequence, 1, "Model")

@@ -22,9 +22,9 @@ _MASK_OF_IMAGES, _FEATURES_OF_IMAGES = "visual_pos_masks", "deepstack_visual_emb
 def language_part(model: PreTrainedModel) -> PreTrainedModel | None:
     """The decoder inside a model that has more than it; None where the model is one of text alone."""
     decoder = model.get_decoder()
-    if decoder is model or not isinstance(decoder, PreTrainedModel):
+    if not isinstance(decoder, PreTrainedModel) or model.config.get_text_config() is model.config:
         return None
-    return None if model.config.get_text_config() is model.config else decoder
+    return decoder if decoder is not model and towers_of(decoder, model) else None
 
 
 def wrappers_of(part: nn.Module, model: nn.Module) -> list[nn.Module]:
@@ -77,9 +77,9 @@ def split_inputs(inputs: dict[str, Any], sequence: LocalSequence, rank: int, mod
             "model that reads images splits the batch's own sequence: pass it as it is."
         )
     mask = inputs.get("attention_mask")
-    if mask is not None and not isinstance(mask, Tensor):
+    if mask is not None and mask is not sequence.attention_mask_BL and not _hides_nothing(mask):
         raise ValueError(
-            f"{model} is given masks of the model's making ({type(mask).__name__}): tokens of an image that see one "
+            f"{model} is given a mask that is not the batch's ({type(mask).__name__}): tokens of an image that see one "
             "another cannot be split. Choose cp=1; fsdp and ep work as they are."
         )
     split = {name: _own(name, item, sequence, rank) for name, item in inputs.items() if name != _FEATURES_OF_IMAGES}
@@ -89,6 +89,10 @@ def split_inputs(inputs: dict[str, Any], sequence: LocalSequence, rank: int, mod
         split[_FEATURES_OF_IMAGES] = [features_ND[chosen_N] for features_ND in features]
     split["attention_mask"] = None  # padding at the end of the whole sequence alone, which the callback checked
     return split
+
+
+def _hides_nothing(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all())
 
 
 def _own(name: str, item: Any, sequence: LocalSequence, rank: int) -> Any:
