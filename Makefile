@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# Two files of tests at a time: many are of one process.
-TOGETHER := -n 2 --dist loadfile
+# Two at a time: many tests are of one process. Files stay whole; long tests are taken over from whoever has more left.
+BY_FILE := -n 2 --dist loadfile --durations 20
+BY_TEST := -n 2 --dist worksteal --durations 20
 
 .PHONY: help install demo check docs test test-slow browser clean
 help:
@@ -39,10 +40,10 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 test: install
-	$(BIN)/python -m pytest -q -m "not slow" $(TOGETHER)
+	$(BIN)/python -m pytest -q -m "not slow" $(BY_FILE)
 
 test-slow: install browser
-	$(BIN)/python -m pytest -q -m slow $(TOGETHER)
+	$(BIN)/python -m pytest -q -m slow $(BY_TEST)
 
 # Where it cannot be installed, the tests of HTML pages skip and say so.
 browser:
