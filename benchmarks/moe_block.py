@@ -12,10 +12,10 @@ ratio is one of two times of the same round, so that a busy machine slows both. 
 autograd keeps between forward and backward, parameters left out. Received bytes are those that rank 0 gets from the
 other, counted below autograd. Neither depends on the machine. Goals stand beside; one that is missed is said so.
 
-The default is the block of Qwen3-30B-A3B with a quarter of its channels: 128 experts, 8 of a token. With ``--tokens 1024
---hidden 256 --intermediate 128 --experts 32 --top-k 4`` transformers' loop is 2.2 to 2.7 times ours, which misses the
-goal: the products that all must compute are a third of it, and three times as fast would leave nothing for the rest.
-That rest grows with E squared, because the backward of every expert fills and adds a gradient of all.
+The default is the block of Qwen3-30B-A3B with a quarter of its channels: 128 experts, 8 of a token. With
+``--tokens 1024 --hidden 256 --intermediate 128 --experts 32 --top-k 4`` transformers' loop takes 2.2 to 2.7 times as
+long as ours, which misses the goal: the products that all must compute are a third of it, and three times would leave
+nothing for the rest. That rest grows with E squared: the backward of every expert fills and adds a gradient of all.
 
 Shapes: T tokens of one rank, D hidden size, I intermediate size of an expert, E experts, K experts of a token.
 """
