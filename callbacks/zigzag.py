@@ -298,7 +298,13 @@ class ZigZagContextParallel(Callback):
 
 def _who_shifts_in_hugging_face(module: nn.Module) -> Shift | None:
     """By transformers' own mark: which loss ``labels=`` of a forward leads to. None without a model that has one."""
-    losses = {getattr(part, "loss_type", None) for part in module.modules()}
+    models = [part for part in module.modules() if getattr(part, "loss_type", None)]
+    losses = {part.loss_type for part in models if not _has_encoder(part)}
     if losses & {"ForCausalLM", "ForConditionalGeneration"}:
         return "model"
-    return "none" if losses & LOSSES_WITHOUT_SHIFT else None
+    return "none" if losses & LOSSES_WITHOUT_SHIFT or any(map(_has_encoder, models)) else None
+
+
+def _has_encoder(model: nn.Module) -> bool:
+    """Of its own, so that the decoder's inputs are shifted, and not the labels."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

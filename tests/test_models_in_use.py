@@ -276,3 +276,27 @@ def test_adapters_on_the_meta_device_are_not_initialised_as_plain_layers():
         model = WrappedExperts(nn.Linear(16, 16))
     with pytest.raises(RuntimeError, match=r"nothing initialises them: lora_A\.default\.weight"):
         materialize(model, torch.device("cpu"), seed=0, experts={})
+
+
+class EncoderDecoder(L.LightningModule):
+    """Shifts its decoder's inputs, so that every label counts, the first too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = dict(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0)
+        self.model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_every_label_of_an_encoder_decoder_weighs_the_same(ranks2):
+    _, module, losses = one_process(EncoderDecoder, Tokens)
+    assert_same_ten_steps(ranks2(on_rank, dict(fsdp=2), EncoderDecoder, Tokens), module, losses)
