@@ -12,8 +12,8 @@ from tests.ranks import RankError, Ranks
 torch.set_num_threads(1)  # before any fork: a forked OpenMP team hangs
 
 _pools: dict[int, Ranks] = {}
-MOST_THREADS = 60
-"""A Trainer's groups leave some 10 to 20; the first Trainer of a new pool takes two seconds more than the next."""
+MOST_THREADS = 200
+"""A Trainer leaves some 10; the first one of a new pool takes two seconds more than the next."""
 
 
 def _pool(world_size: int) -> Callable[..., list[Any]]:
