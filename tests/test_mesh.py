@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_moe_strategy.mesh import build_dense_meshes, build_expert_meshes
 from lightning_moe_strategy.parallel_dims import ParallelDims, ResolvedDims
+from tests.ranks import Ranks
 
 TIMEOUT = timedelta(seconds=77)
 RACKS = ParallelDims(d_rep=4, fsdp=1, cp=64, e_fsdp=4, ep=64, nvl=72)  # seed: 256 GPUs, 1M context
