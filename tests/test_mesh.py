@@ -15,7 +15,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_moe_strategy.mesh import build_dense_meshes, build_expert_meshes
 from lightning_moe_strategy.parallel_dims import ParallelDims, ResolvedDims
-from tests.ranks import Ranks
 
 TIMEOUT = timedelta(seconds=77)
 RACKS = ParallelDims(d_rep=4, fsdp=1, cp=64, e_fsdp=4, ep=64, nvl=72)  # seed: 256 GPUs, 1M context
@@ -245,14 +244,10 @@ def group_timeouts_and_world_groups() -> tuple[set[timedelta], timedelta, list[s
     return {timeout(group) for group in groups}, timeout(dist.group.WORLD), names
 
 
-def test_every_group_gets_the_timeout_and_an_axis_over_the_world_its_own_group():
-    ranks = Ranks(4)  # torch keeps flattened meshes, so that in the pool of all tests a group may be an earlier one's
-    try:
-        for timeouts, world_timeout, names in ranks(group_timeouts_and_world_groups):
-            assert timeouts == {TIMEOUT} and world_timeout != TIMEOUT
-            assert len(set(names)) == 3  # cp, fsdp_cp and ep: three communicators, none of them the world's
-    finally:
-        ranks.close()
+def test_every_group_gets_the_timeout_and_an_axis_over_the_world_its_own_group(ranks4):
+    for timeouts, world_timeout, names in ranks4(group_timeouts_and_world_groups):
+        assert timeouts == {TIMEOUT} and world_timeout != TIMEOUT
+        assert len(set(names)) == 3  # cp, fsdp_cp and ep: three communicators, none of them the world's
 
 
 class Experts(nn.Module):
