@@ -80,9 +80,9 @@ class ExpertLoadMonitor(Callback):
         log_every_n_steps: optimizer steps between two figures; None takes the Trainer's.
         plot: at the end of fit, where the Trainer has a logger (None) or in any case (True), write ``expert_load.png``
             next to the logs: layers x experts, tokens since the figures before the last, and every layer's skew over
-            the fit. Loggers that take pictures (``add_figure`` or
-            ``add_image`` of their experiment, as TensorBoard has) get it as ``expert_load/train``. And print a table
-            of the whole fit with skews, experts that moved, and what ETP would do and cost.
+            the fit. Loggers that take pictures (``add_figure`` or ``add_image`` of their experiment, as TensorBoard
+            has) get it as ``expert_load/train``. And print a table of the whole fit with skews, experts that moved,
+            and what ETP would do and cost.
         image_every_n_logs: draw that for the loggers at every so many figures too; a second or so each on rank 0,
             which the others wait for. None: at the end alone.
 
@@ -282,5 +282,5 @@ class ExpertLoadMonitor(Callback):
 
 def _is_logged(trainer: Trainer) -> bool:
     """Whether the user wants to keep anything of the run."""
-    is_trial: int = trainer.fast_dev_run  # type: ignore[attr-defined]
+    is_trial: int = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it without declaring it
     return bool(trainer.loggers) and not is_trial

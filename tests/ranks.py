@@ -73,7 +73,8 @@ class RankError(AssertionError):
 def _share_one_device() -> None:
     """Between all of a rank's groups, as gloo allows (torch 2.13 makes one for each).
 
-    A device has a thread that polls a hundred times a second: 25 idle groups take 3.5 % of a core, and 0.3 % so.
+    A device has a thread that polls a hundred times a second: 25 idle groups take 3.5 % of a core, and 0.3 % so. Types
+    are ignored because the class is pybind11's, of whose bases mypy knows nothing.
     """
     gloo = dist.ProcessGroupGloo
     device = gloo.create_device(hostname="127.0.0.1")

@@ -91,6 +91,11 @@ class Captions(L.LightningDataModule):
         return DataLoader(samples, batch_size=self.batch_size)
 
 
+def images_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of all samples one after another, as models take them."""
+    return {name: batch[name].flatten(0, 1) for name in ("pixel_values", "image_grid_thw") if name in batch}
+
+
 class VisionLanguage(L.LightningModule):
     def __init__(self, kind: str = "qwen3_vl_moe") -> None:
         super().__init__()
@@ -99,8 +104,7 @@ class VisionLanguage(L.LightningModule):
         self.model = AutoModelForImageTextToText.from_config(config_of(kind))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        images = {name: batch[name].flatten(0, 1) for name in ("pixel_values", "image_grid_thw") if name in batch}
-        loss = self.model(**batch | images).loss
+        loss = self.model(**batch | images_of(batch)).loss
         self.log("train_loss", loss)
         return loss
 
@@ -108,8 +112,7 @@ class VisionLanguage(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        images = {name: batch[name].flatten(0, 1) for name in ("pixel_values", "image_grid_thw") if name in batch}
-        logits: Tensor = self.model(**{**batch, **images, "labels": None}).logits
+        logits: Tensor = self.model(**batch | images_of(batch) | {"labels": None}).logits
         return logits
 
 

@@ -179,7 +179,6 @@ def split_items(
         layout=shared.layout.with_tail_token() if tail else shared.layout,
         num_tokens=fields.num_tokens,
         padded=shared,
-        is_token_P=shared.is_token_P,
         position_ids_BL=position_ids_BL,
         documents=shared.documents,
         shift=shift,

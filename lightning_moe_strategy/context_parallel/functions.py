@@ -72,9 +72,7 @@ class _BlockForward:
         if not self.cp.is_token_wise(self.name):
             with _AttentionMode(self.name, self.cp):
                 return self.forward(*args, **kwargs)
-        if self.cp.guard is None:
-            return self.forward(*args, **kwargs)
-        with self.cp.guard.token_wise_block():
+        with self.cp.token_wise():
             return self.forward(*args, **kwargs)
 
 

@@ -19,11 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_moe_strategy.context_parallel.hugging_face_language_part import (
-    language_part,
+    find_language_part,
     leave_whole,
     split_inputs,
-    towers_of,
-    wrappers_of,
 )
 from lightning_moe_strategy.context_parallel.hugging_face_limits import (
     refuse_call,
@@ -67,16 +65,15 @@ def adapt_pretrained_model(
     Of a model that reads images too, that is its language part; the rest computes what it would in one process.
     Returns the modules of that rest, which run whole.
     """
-    part, whole = language_part(model) if cp.degree > 1 else None, set[nn.Module]()
+    part, whole = find_language_part(model) if cp.degree > 1 else None, set[nn.Module]()
     if part is not None:
-        for wrapper in wrappers_of(part, model):
+        for wrapper in part.wrappers:
             if isinstance(wrapper, PreTrainedModel):
                 _hook_inputs(wrapper, cp, role="wrapper")
-        for tower in towers_of(part, model):
+        for tower in part.towers:
             leave_whole(tower, cp)
             whole.update(tower.modules())
-        path = next(path for path, module in model.named_modules() if module is part)
-        model, name = part, f"{name}.{path}"
+        model, name = part.model, f"{name}.{part.path}"
     refuse_model(model, name)
     # The class, not an instance, carries the registry: every family sees the name.
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -88,7 +85,7 @@ def adapt_pretrained_model(
         where = block_of.get(module, f"{name}.{path}" if path else name)
         if isinstance(module, PreTrainedModel):
             _refuse_if_without_registry(module, where)
-            _hook_inputs(module, cp, role="language part" if module is part else "text")
+            _hook_inputs(module, cp, role="language part" if part is not None and module is model else "text")
         elif isinstance(module, GradientCheckpointingLayer):
             # Our cache remembers nothing, so a recompute may call it a second time.
             module._can_checkpoint_with_cache = True
@@ -145,14 +142,14 @@ class _Inputs:
         if self.role == "language part":
             inputs = split_inputs(inputs, sequence, self.cp.rank, type(module).__name__)
         refuse_inputs(module, inputs, sequence)
-        mask = no_mask(sequence.position_ids_BL.device) if self.is_sparse else None
-        ours = {"cache": self.cache, "use_cache": False, "attention_mask": mask}
-        if self.role == "wrapper":
-            ours = {"use_cache": False}
+        ours: dict[str, Any] = {"use_cache": False}
+        if self.role != "wrapper":
+            mask = no_mask(sequence.position_ids_BL.device) if self.is_sparse else None
+            ours |= {"cache": self.cache, "attention_mask": mask}
+            if "position_ids" in self.names:
+                ours["position_ids"] = self._position_ids(inputs, type(module).__name__)
+                self.cp.note_positions()
         inputs |= {name: value for name, value in ours.items() if name in self.names}
-        if "position_ids" in self.names and self.role != "wrapper":
-            inputs["position_ids"] = self._position_ids(inputs, type(module).__name__)
-            self.cp.note_positions()
         is_shifted = sequence.shift_labels_BL is not None and inputs.get("labels") is not None
         if is_shifted and inputs.get("shift_labels") is None and self.cp.degree > 1:
             inputs["shift_labels"] = sequence.shift_labels_BL
@@ -183,7 +180,7 @@ def _hook_inputs(module: PreTrainedModel, cp: ContextParallel, role: Role) -> No
             names, cp, role, is_sparse=any(map(is_sparse_attention, module.modules()))
         )
         module.register_forward_pre_hook(inputs, with_kwargs=True)
-    inputs.cp = cp
+    inputs.cp, inputs.role = cp, role
 
 
 def _attention(

@@ -7,6 +7,9 @@ it is that of these tokens alone, so that the sum over the ranks, which FSDP tak
 Shapes: B batch, S tokens of the whole sequence, L tokens of this rank, N tokens of images in it, D channels.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,49 +22,49 @@ _TOWER = "_context_parallel_tower"
 _MASK_OF_IMAGES, _FEATURES_OF_IMAGES = "visual_pos_masks", "deepstack_visual_embeds"
 
 
-def language_part(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The decoder inside a model that has more than it; None where the model is one of text alone."""
+@dataclass(frozen=True, kw_only=True)
+class LanguagePart:
+    """The decoder inside a model that has more than it."""
+
+    model: PreTrainedModel
+    path: str
+    wrappers: list[nn.Module]
+    """What it lies in, the outermost first."""
+    towers: list[nn.Module]
+    """What stands beside it: vision towers, projections, embeddings of their own; not the head."""
+
+
+def find_language_part(model: PreTrainedModel) -> LanguagePart | None:
+    """None where the model is one of text alone."""
     decoder = model.get_decoder()
     if not isinstance(decoder, PreTrainedModel) or model.config.get_text_config() is model.config:
         return None
-    return decoder if decoder is not model and towers_of(decoder, model) else None
-
-
-def wrappers_of(part: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """The modules that ``part`` lies in, ``model`` first."""
-    return [module for module in model.modules() if module is not part and part in set(module.modules())]
-
-
-def towers_of(part: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """What stands beside ``part``: vision towers, projections, embeddings of its own; not the head."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    inside = {part, head, *wrappers_of(part, model)}
-    return [child for module in wrappers_of(part, model) for child in module.children() if child not in inside]
-
-
-class _Tower:
-    """Around a module that runs whole on every rank: the check of the first step looks away."""
-
-    def __init__(self, cp: ContextParallel) -> None:
-        self.cp = cp
-
-    def before(self, *_: Any) -> None:
-        if self.cp.guard is not None:
-            self.cp.guard.token_wise_depth += 1
-
-    def after(self, *_: Any) -> None:
-        if self.cp.guard is not None:
-            self.cp.guard.token_wise_depth -= 1
+    path = next(path for path, module in model.named_modules() if module is decoder)
+    names = path.split(".") if path else []
+    wrappers = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
+    no_tower = (decoder, model.get_output_embeddings(), *wrappers)
+    towers = [child for wrapper in wrappers for child in wrapper.children() if child not in no_tower]
+    return LanguagePart(model=decoder, path=path, wrappers=wrappers, towers=towers) if towers else None
 
 
 def leave_whole(tower: nn.Module, cp: ContextParallel) -> None:
-    """May be called again, with another ``cp``."""
-    known: _Tower | None = tower.__dict__.get(_TOWER)
-    if known is None:
-        known = tower.__dict__[_TOWER] = _Tower(cp)
-        tower.register_forward_pre_hook(known.before)
-        tower.register_forward_hook(known.after, always_call=True)
-    known.cp = cp
+    """What runs whole on every rank may call any attention. A second call only hands over the new ``cp``."""
+    forward = tower.__dict__.get(_TOWER)
+    if forward is None:
+        forward = tower.__dict__[_TOWER] = tower.__dict__["forward"] = _WholeForward(tower.forward)
+    forward.cp = cp
+
+
+class _WholeForward:
+    cp: ContextParallel
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.cp.token_wise():
+            return self.forward(*args, **kwargs)
 
 
 def split_inputs(inputs: dict[str, Any], sequence: LocalSequence, rank: int, model: str) -> dict[str, Any]:

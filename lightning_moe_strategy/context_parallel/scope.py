@@ -8,7 +8,7 @@ Shapes: B batch, L tokens of this rank.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -39,22 +39,26 @@ class LocalSequence:
     """Tokens of the whole sequence before padding and dummies."""
     position_ids_BL: Tensor
     padded: PaddedSequence | None = None
-    """How the whole sequence was padded and shared out, for what a model splits inside."""
-    is_token_P: Tensor | None = None
-    """Which tokens of the padded sequence are no padding, where that does not stand at the end alone. On the CPU."""
+    """How the whole sequence was padded and shared out; None where it is not split."""
     documents: Documents = ONE_DOCUMENT
     """Packed in the whole sequence. Padding and dummies belong to the last one."""
     shift: Shift = "none"
     shift_labels_BL: Tensor | None = None
     """With ``shift="model"``: the labels, shifted on the whole sequence. A Hugging Face loss takes them as they are."""
     attention_mask_BL: Tensor | None = None
-    """This rank's part of a mask that was checked on the whole sequence: padding on the right and nothing else."""
+    """This rank's part of a mask that was checked on the whole sequence: padding on the right and nothing else. All of
+    it where a model splits the batch inside."""
     real_tokens_BL: Tensor | None = None
     """Which of this rank's tokens are no padding, the user's or the split's: bool. None when all are."""
     has_labels: bool = True
     """Whether the step's gradient is divided by a number of labels."""
     token_ids_BL: Tensor | None = None
     """What the batch gives the step as token ids, to see whether it moves them along the sequence."""
+
+    @property
+    def is_token_P(self) -> Tensor | None:
+        """Which tokens of the padded sequence are no padding, where it does not stand at the end alone. On the CPU."""
+        return None if self.padded is None else self.padded.is_token_P
 
 
 class ContextParallel:
@@ -141,6 +145,10 @@ class ContextParallel:
 
     def is_token_wise(self, block: str) -> bool:
         return any(fnmatchcase(block, pattern) for pattern in self.token_wise_modules)
+
+    def token_wise(self) -> AbstractContextManager[None]:
+        """Around what mixes no tokens of the sequence: the check of a first step looks away."""
+        return nullcontext() if self.guard is None else self.guard.token_wise_block()
 
     def note_run(self, block: str) -> None:
         """The forward of this block was called."""
