@@ -18,7 +18,13 @@ from lightning_moe_strategy._lightning_compat import (
 from lightning_moe_strategy.agreed_loader import AgreedLoader, num_batches_of, own_loader
 from lightning_moe_strategy.host_agreement import raise_everywhere, raise_together, ranks_that, sum_over_hosts
 from lightning_moe_strategy.resuming import Resuming
-from lightning_moe_strategy.shared_samples import check_first_batch, require_share
+from lightning_moe_strategy.shared_samples import (
+    are_alike,
+    check_first_batch,
+    parts_number,
+    require_share,
+    unlike_parts,
+)
 
 BatchTransform = Callable[[Any, str], Any]
 """A function of (batch, stage) that returns the batch the user's step gets."""
@@ -33,6 +39,7 @@ class DataAgreement(Resuming):
         super().__init__(**options)
         self._batch_transforms: list[BatchTransform] = []
         self._compared: set[tuple[str, int]] = set()
+        self._unlike: set[str] = set()
         self._last_validation = 0.0
 
     def register_batch_transform(self, transform: BatchTransform) -> None:
@@ -144,8 +151,9 @@ class DataAgreement(Resuming):
             )
 
     def _agree_on_batch(self, batch: Any, error: Exception | None, name: str) -> None:
-        counts = [error is not None, error is None and batch is None, *self.signals_here()]
-        num_failed, num_none, *signals = sum_over_hosts(counts, self._hosts)
+        parts = 0 if error is not None else parts_number(batch)
+        counts = [error is not None, error is None and batch is None, parts, parts**2, *self.signals_here()]
+        num_failed, num_none, total, total_of_squares, *signals = sum_over_hosts(counts, self._hosts)
         if num_failed:
             raise_everywhere(error, self._hosts, f"preparing a batch of {name}")
         if 0 < num_none < self.world_size:
@@ -154,4 +162,7 @@ class DataAgreement(Resuming):
                 f"{name} gave None on rank {', '.join(map(str, ranks))} and a batch on the others. Lightning skips a "
                 "batch that is None, and the others would wait: give a batch on every rank, or None on all."
             )
+        if name not in self._unlike and not are_alike(self.world_size, total, total_of_squares):
+            self._unlike.add(name)
+            rank_zero_warn(unlike_parts(batch, name=name, group=self._hosts))
         self.obey_signals(signals)

@@ -1,6 +1,10 @@
-"""Whose samples: the ranks of one cp group read the same, other ranks read others. Checked, as nothing enforces it."""
+"""Whose samples: the ranks of one cp group read the same, other ranks read others of the same parts.
+
+Checked, as nothing enforces it.
+"""
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe_strategy.context_parallel.batch import Key, items_of
+from lightning_moe_strategy.failures.position import ranks_in_words
 from lightning_moe_strategy.mesh import ResolvedDims
 
 
@@ -59,6 +64,34 @@ def check_first_batch(batch: Any, *, name: str, dims: ResolvedDims, group: dist.
         "trainer.strategy.distributed_sampler_kwargs; with Trainer(use_distributed_sampler=False), hand them to a "
         "sampler."
     )
+
+
+def parts_number(batch: Any) -> int:
+    """Tells which parts a batch has: 16 bits, so that squares of it add up over any number of ranks."""
+    return zlib.crc32("\n".join(_parts_of(batch)).encode()) & 0xFFFF
+
+
+def are_alike(num_ranks: int, total: int, total_of_squares: int) -> bool:
+    """Whether so many numbers are all the same, by their sum and the sum of their squares."""
+    return num_ranks * total_of_squares == total**2
+
+
+def unlike_parts(batch: Any, *, name: str, group: dist.ProcessGroup) -> str:
+    """What to warn of where batches of the ranks have different parts. Every rank calls it."""
+    answers: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(answers, _parts_of(batch), group=group)
+    some = sorted(set().union(*answers) - set(answers[0]).intersection(*answers))
+    lacking = {part: [rank for rank, parts in enumerate(answers) if part not in parts] for part in some}
+    said = "; ".join(f"no {part} on {ranks_in_words(ranks)}" for part, ranks in lacking.items())
+    return (
+        f"Batches of {name} have different parts: {said}. Every rank gathers the weights of every module, so where a "
+        "module is called for such a part, ranks that have it wait for those that do not, until the timeout. Give "
+        "every rank the part, made up where there is none and without a label, or none of them."
+    )
+
+
+def _parts_of(batch: Any) -> list[str]:
+    return sorted(repr(key) for key, item in items_of(batch).items() if item is not None)
 
 
 def fingerprints(batch: Any) -> dict[Key, str]:

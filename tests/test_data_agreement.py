@@ -331,6 +331,26 @@ def test_a_loss_on_some_ranks_only_is_refused(ranks4):
         assert "training_step returned None on rank 2, 3 of 4. The backward pass needs every rank" in error
 
 
+def some_with_images(is_so: bool, stage: str, share: Share) -> DataLoader:
+    def collated(samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        with_images = is_so and 12 not in batch["index"]
+        return batch | {"pixels": torch.ones(len(samples), LENGTH) if with_images else None}
+
+    return DataLoader(in_halves(Numbered, 0, stage, share).dataset, BATCH, collate_fn=collated)
+
+
+def warnings_of_parts(is_so: bool) -> list[str]:
+    _, _, caught = run(CP2, partial(some_with_images, is_so), limit_val_batches=0, max_epochs=2)
+    return [warning for warning in caught if "different parts" in warning]
+
+
+def test_a_part_that_some_ranks_batches_lack_is_warned_of_once(ranks4):
+    (warning,) = ranks4(warnings_of_parts, True)[0]
+    assert warning.startswith("Batches of train_dataloader have different parts: no 'pixels' on ranks 2-3.")
+    assert ranks4(warnings_of_parts, False)[0] == []
+
+
 def test_a_batch_on_some_ranks_only_is_refused(ranks2):
     degrees = dict(fsdp=2, e_fsdp=1, ep=2)
     for error in ranks2(partial(raised, limit_val_batches=0, max_epochs=1), degrees, some_none):
