@@ -4,10 +4,12 @@ Shapes: T tokens, K slots per token, D hidden size, R rows (at most T*K). A slot
 ``token * K + k``; it has one row or none. Indices are int32.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moe_strategy.kernels.on_cuda import FLOATS, triton_on_cuda
 
@@ -67,37 +69,48 @@ def add_ragged_rows(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tens
 def add_in_blocks(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
     """The reference, which takes memory that a kernel does not."""
     num_rows, num_channels = rows_RD.shape
-    num_tokens, top_k = row_of_slot_TK.shape
+    num_tokens = len(row_of_slot_TK)
     if not num_tokens:
         return rows_RD.new_empty(0, num_channels)
-    row_in_order_R = slot_of_row_R.argsort()
-    slot_in_order_R = slot_of_row_R.index_select(0, row_in_order_R)
-    is_filled_R = row_of_slot_TK.reshape(-1).index_select(0, slot_in_order_R) == row_in_order_R
-    token_in_order_R = torch.where(is_filled_R, slot_in_order_R // top_k, num_tokens)
+    add = _adding_in_bags(slot_of_row_R, row_of_slot_TK) if rows_RD.is_cpu else partial(_add_by_k, row_of_slot_TK)
     width = max(1, BLOCK_NUMBERS // max(1, num_rows, num_tokens))
-    if width >= num_channels:
-        return _add_block(rows_RD, row_of_slot_TK, row_in_order_R, token_in_order_R)
+    if width >= num_channels or (rows_RD.is_cpu and rows_RD.dtype == _sum_dtype(rows_RD)):
+        return add(rows_RD)
     y_TD = rows_RD.new_empty(num_tokens, num_channels)
     for start in range(0, num_channels, width):
         block = slice(start, start + width)
-        y_TD[:, block] = _add_block(rows_RD[:, block], row_of_slot_TK, row_in_order_R, token_in_order_R)
+        y_TD[:, block] = add(rows_RD[:, block])
     return y_TD
 
 
-def _add_block(rows_RB: Tensor, row_of_slot_TK: Tensor, row_in_order_R: Tensor, token_in_order_R: Tensor) -> Tensor:
-    dtype = torch.promote_types(rows_RB.dtype, torch.float32)
-    num_tokens = len(row_of_slot_TK)
-    # One token more, behind the others, takes the rows that no slot has.
-    y_TB = torch.zeros(num_tokens + 1, rows_RB.shape[1], dtype=dtype, device=rows_RB.device)
-    if rows_RB.is_cpu:
-        # There, index_add_ goes through its index in order: a quarter of the time of K passes with a mask.
-        y_TB.index_add_(0, token_in_order_R, rows_RB.index_select(0, row_in_order_R).to(dtype))
-    elif len(rows_RB):
-        for row_T in row_of_slot_TK.unbind(1):
-            # No row of a token is row 0 for an instant: it may hold anything, and is not added.
-            y_TB[:-1] += rows_RB.index_select(0, row_T.clamp(min=0)).masked_fill((row_T < 0).unsqueeze(1), 0)
-    # No view of the others: autograd lets nobody change a view in place that a Function has returned.
-    return y_TB.resize_(num_tokens, rows_RB.shape[1]).to(rows_RB.dtype)
+def _adding_in_bags(slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sums on a CPU, where ``embedding_bag`` adds in the order of its index and makes no copy of the rows."""
+    num_tokens, top_k = row_of_slot_TK.shape
+    row_R = torch.arange(len(slot_of_row_R), device=slot_of_row_R.device)
+    is_filled_R = row_of_slot_TK.reshape(-1).index_select(0, slot_of_row_R) == row_R
+    # One bag more, behind those of the tokens, takes the rows that no slot has.
+    row_in_order_R = torch.where(is_filled_R, slot_of_row_R, num_tokens * top_k).argsort()
+    start_of_bag = nn.functional.pad((row_of_slot_TK >= 0).sum(1).cumsum(0), (1, 0))
+
+    def add(rows_RB: Tensor) -> Tensor:
+        sums_TB = nn.functional.embedding_bag(row_in_order_R, rows_RB.to(_sum_dtype(rows_RB)), start_of_bag, mode="sum")
+        # No view of the others: autograd lets nobody change a view in place that a Function has returned.
+        return sums_TB.resize_(num_tokens, rows_RB.shape[1]).to(rows_RB.dtype)
+
+    return add
+
+
+def _add_by_k(row_of_slot_TK: Tensor, rows_RB: Tensor) -> Tensor:
+    """Sums on a device where the order of others is left to chance."""
+    y_TB = torch.zeros(len(row_of_slot_TK), rows_RB.shape[1], dtype=_sum_dtype(rows_RB), device=rows_RB.device)
+    for row_T in row_of_slot_TK.unbind(1) if len(rows_RB) else ():
+        # No row of a token is row 0 for an instant: it may hold anything, and is not added.
+        y_TB += rows_RB.index_select(0, row_T.clamp(min=0)).masked_fill((row_T < 0).unsqueeze(1), 0)
+    return y_TB.to(rows_RB.dtype)
+
+
+def _sum_dtype(rows: Tensor) -> torch.dtype:
+    return torch.promote_types(rows.dtype, torch.float32)
 
 
 class _GatherRows(torch.autograd.Function):

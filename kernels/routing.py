@@ -7,7 +7,7 @@ A slot is one (token, k) pair, numbered ``token * K + k``; a row is a slot after
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_moe_strategy.kernels.on_cuda import FLOATS, triton_on_cuda
 
@@ -72,11 +72,14 @@ def spread_rows(x_TD: Tensor, token_of_row_R: Tensor, row_of_slot_TK: Tensor) ->
 def add_rows(rows_RD: Tensor, row_of_slot_TK: Tensor) -> Tensor:
     """`sum_rows` without a gradient."""
     first, *others = row_of_slot_TK.unbind(1)
-    first_TD = rows_RD.index_select(0, first)
     if not others:
-        return first_TD
+        return rows_RD.index_select(0, first)
+    dtype = torch.promote_types(rows_RD.dtype, torch.float32)
+    if rows_RD.is_cpu and rows_RD.dtype == dtype:
+        # It adds in the order of its index, there alone, and makes no copies of the rows.
+        return nn.functional.embedding_bag(row_of_slot_TK, rows_RD, mode="sum")
     # One add per k fixes the order on every device; sum(1) leaves it to the kernel, index_add to chance.
-    y_TD = first_TD.to(torch.promote_types(rows_RD.dtype, torch.float32))
+    y_TD = rows_RD.index_select(0, first).to(dtype)
     for row_of_token_T in others:
         y_TD += rows_RD.index_select(0, row_of_token_T)
     return y_TD.to(rows_RD.dtype)
