@@ -1,10 +1,10 @@
 """See that the files of a checkpoint are those that were written, before anything of them is used."""
 
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from lightning_moe_strategy.checkpoint.checksum import crc32
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.manifest import MANIFEST, FileRecord, Manifest
 from lightning_moe_strategy.checkpoint.storage import Storage
@@ -50,7 +50,7 @@ def check_content(content: bytes, record: FileRecord, name: str, where: str) -> 
     """Raises:
     CheckpointError: ``content`` is not what was written into the file.
     """
-    if zlib.crc32(content) != record.crc32:
+    if crc32(content) != record.crc32:
         raise _changed([name], where)
 
 
@@ -83,7 +83,7 @@ def _crc32(storage: Storage, path: str, advance: Advance | None) -> int:
     found, block = 0, bytearray(_BLOCK_BYTES)
     with storage.open(path, "rb") as stream:
         while num_read := stream.readinto(block):  # type: ignore[attr-defined]
-            found = zlib.crc32(memoryview(block)[:num_read], found)
+            found = crc32(memoryview(block)[:num_read], found)
             if advance is not None:
                 advance(num_read)
     return found

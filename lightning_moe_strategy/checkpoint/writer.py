@@ -5,7 +5,6 @@ The format stays torch's own default, so that its tools read it.
 
 import io
 import os
-import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWr
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from lightning_moe_strategy.checkpoint.checksum import crc32
 from lightning_moe_strategy.checkpoint.manifest import FileRecord
 from lightning_moe_strategy.checkpoint.plain import require_plain
 from lightning_moe_strategy.checkpoint.storage import Storage
@@ -48,7 +48,7 @@ class SummedStream(io.RawIOBase):
             raise
         num_bytes = memoryview(content).nbytes
         self.num_bytes += num_bytes
-        self.crc32 = zlib.crc32(content, self.crc32)
+        self.crc32 = crc32(content, self.crc32)
         if self._begin_sync is not None and self.num_bytes - self._begun >= _BYTES_AT_ONCE:
             self._begin_sync(self._begun, self.num_bytes - self._begun)
             self._begun = self.num_bytes
