@@ -67,7 +67,7 @@ def check_first_batch(batch: Any, *, name: str, dims: ResolvedDims, group: dist.
 
 
 def parts_number(batch: Any) -> int:
-    """Tells which parts a batch has: 16 bits, so that squares of it add up over any number of ranks."""
+    """Tells which parts a batch has by name: 16 bits, so that squares of it add up over any number of ranks."""
     return zlib.crc32("\n".join(_parts_of(batch)).encode()) & 0xFFFF
 
 
@@ -91,7 +91,8 @@ def unlike_parts(batch: Any, *, name: str, group: dist.ProcessGroup) -> str:
 
 
 def _parts_of(batch: Any) -> list[str]:
-    return sorted(repr(key) for key, item in items_of(batch).items() if item is not None)
+    """Of a mapping. A list may be one of samples, and longer on some ranks."""
+    return sorted(repr(key) for key, item in batch.items() if item is not None) if isinstance(batch, Mapping) else []
 
 
 def fingerprints(batch: Any) -> dict[Key, str]:
