@@ -85,7 +85,7 @@ def test_a_package_that_is_missing_old_or_cannot_be_loaded_is_told_apart(monkeyp
         return list(doctor.versions())
 
     names = ("torch", "lightning", "pytorch-lightning", "transformers", "triton", "numpy", "torchmetrics", "rich",
-             "jsonargparse", "tokenizers", "matplotlib", "plotly")  # fmt: skip
+             "jsonargparse", "tokenizers", "matplotlib", "plotly", "isal")  # fmt: skip
     known = {name: metadata.version(name) for name in names}
     assert {each.status for each in versions()} == {"fine"}
     assert status(versions(torch="2.9.1"), "outside >=2.11") == "broken"
