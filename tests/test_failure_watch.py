@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_moe_strategy._torch_compat import fake_world
-from lightning_moe_strategy.failures import last_words
+from lightning_moe_strategy.failures import last_words, watch
 from lightning_moe_strategy.failures.board import Board, Failure, Kind
 from lightning_moe_strategy.failures.neighbours import Member, Neighbours
 from lightning_moe_strategy.failures.position import (
@@ -391,3 +392,37 @@ def test_torchrun_reads_the_first_error_from_the_files_of_the_ranks(tmp_path, mo
     assert "the report" in str(told(failure(2, "gone"), 0, "a").message)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     last_words.tell_launcher(first, 0, "a", "")
+
+
+# Two threads, one error
+
+
+@pytest.mark.parametrize("first", ["main", "watch"])
+def test_an_error_is_shown_once_and_whole_whichever_thread_comes_first(monkeypatch, first):
+    """A main thread that closes for as long as it may: its watch is about to end the process."""
+    said: list[str] = []
+    monkeypatch.setattr(watch, "say", said.append)
+    monkeypatch.setattr(watch, "exit_now", lambda: said.append("exits"))
+    own = failure(1, "error", traceback="the traceback")
+    here = watch.FailureWatch.__new__(watch.FailureWatch)
+    here._rank, here._world_size, here._me, here._speaks, here._generation = 1, 2, Member.here(), False, 0
+    here._evidence = Evidence(world_size=2, failures=[own, failure(0, "relayed")])
+    here._beside: Any = SimpleNamespace(end_children=lambda after_seconds: None)
+    here._ends, here._others_know, here._hook_before = (
+        threading.Event(),
+        threading.Event(),
+        lambda *error: said.append("raised"),
+    )
+    here._forget()
+    here._exception, here._own = ValueError("loss is nan"), own
+    here._concluded_at = time.monotonic() - watch.TIME_TO_CLOSE
+    threads: dict[str, Callable[[], None]] = {
+        "main": lambda: here._show_uncaught(ValueError, here._exception, None),  # type: ignore[arg-type]
+        "watch": lambda: here._leave(SimpleNamespace(num_decided=lambda: 2)),  # type: ignore[arg-type]
+    }
+    for name in sorted(threads, key=lambda name: name != first):
+        threads[name]()
+    if first == "main":
+        assert said == [notice(own, 2), "raised"]  # and it has the time to say it
+    else:
+        assert len(said) == 2 and "the traceback" in said[0] and said[1] == "exits"

@@ -110,9 +110,11 @@ class FailureWatch:
     def _forget(self) -> None:
         """A new beginning: every rank has failed, and the program goes on."""
         self._own: Failure | None = None
-        self._is_published = self._has_answered = self._is_shown = False
+        self._is_published = self._has_answered = self._is_shown = self._is_left = False
         self._since: float | None = None
         self._concluded_at: float | None = None
+        self._shown_at = 0.0
+        """When the main thread began to show its error."""
         self._concluded = threading.Event()
         self._generation += 1
 
@@ -170,14 +172,16 @@ class FailureWatch:
         if os.getpid() != self._me.process or self._ends.is_set():
             self._hook_before(kind, exception, traceback)
             return
+        if self._is_left:
+            return
         self.failed(exception)
         own, first = self._evidence.failure_of(self._rank), self._evidence.first
         is_first = first is None or (first.rank == self._rank and first.kind == "error")
         is_another = own is not None and own.kind == "error" and first is not None and own.summary != first.summary
         if is_first or is_another:
+            self._is_shown, self._shown_at = True, time.monotonic()  # before it is said: its own thread looks meanwhile
             if first is not None and is_first:
                 say(notice(first, self._world_size))
-            self._is_shown = True
             self._hook_before(kind, exception, traceback)
         elif self._speaks and not self._is_shown:
             say(report(self._evidence))
@@ -297,10 +301,13 @@ class FailureWatch:
         first = self._evidence.first
         assert self._concluded_at is not None and first is not None
         closes = self._rank == 0 or self._own is not None
-        if time.monotonic() - self._concluded_at < (TIME_TO_CLOSE if closes else TIME_TO_LEAVE):
+        waited = time.monotonic() - max(self._concluded_at, self._shown_at)
+        if waited < (TIME_TO_CLOSE if closes else TIME_TO_LEAVE):
             return
         if first.rank == self._rank and not self._is_shown:
-            say(report(self._evidence))  # the program has caught it and goes on, the only rank that does
+            # The program has caught it and goes on, the only rank that does; or it is late, and then shows nothing more.
+            self._is_left = True
+            say(report(self._evidence))
         self._beside.end_children(after_seconds=0.0)
         exit_now()
 
