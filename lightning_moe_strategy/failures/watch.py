@@ -305,7 +305,7 @@ class FailureWatch:
         if waited < (TIME_TO_CLOSE if closes else TIME_TO_LEAVE):
             return
         if first.rank == self._rank and not self._is_shown:
-            # The program has caught it and goes on, the only rank that does; or it is late, and then shows nothing more.
+            # The program has caught it and goes on, the only rank that does; or it is late, and will show nothing.
             self._is_left = True
             say(report(self._evidence))
         self._beside.end_children(after_seconds=0.0)
