@@ -255,10 +255,10 @@ def config(tmp_path, model, *, cp=2, devices=2):
 
 
 @pytest.fixture(autouse=True)
-def folders_as_before():
-    before = set(Path(tempfile.gettempdir()).glob("lightning-moe-verify-*"))
+def no_folder_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # tests that run beside this one have folders too
     yield
-    assert set(Path(tempfile.gettempdir()).glob("lightning-moe-verify-*")) <= before
+    assert not list(tmp_path.glob("lightning-moe-verify-*"))
 
 
 @pytest.mark.slow
