@@ -84,7 +84,7 @@ def add_in_blocks(rows_RD: Tensor, slot_of_row_R: Tensor, row_of_slot_TK: Tensor
 
 
 def _adding_in_bags(slot_of_row_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor], Tensor]:
-    """Sums on a CPU, where ``embedding_bag`` adds in the order of its index and makes no copy of the rows."""
+    """Sums on a CPU, where ``embedding_bag`` adds in the order of its index, of FP32 rows without a copy."""
     num_tokens, top_k = row_of_slot_TK.shape
     row_R = torch.arange(len(slot_of_row_R), device=slot_of_row_R.device)
     is_filled_R = row_of_slot_TK.reshape(-1).index_select(0, slot_of_row_R) == row_R

@@ -404,21 +404,18 @@ def test_an_error_is_shown_once_and_whole_whichever_thread_comes_first(monkeypat
     monkeypatch.setattr(watch, "say", said.append)
     monkeypatch.setattr(watch, "exit_now", lambda: said.append("exits"))
     own = failure(1, "error", traceback="the traceback")
-    here = watch.FailureWatch.__new__(watch.FailureWatch)
+    here: Any = watch.FailureWatch.__new__(watch.FailureWatch)
     here._rank, here._world_size, here._me, here._speaks, here._generation = 1, 2, Member.here(), False, 0
     here._evidence = Evidence(world_size=2, failures=[own, failure(0, "relayed")])
-    here._beside: Any = SimpleNamespace(end_children=lambda after_seconds: None)
-    here._ends, here._others_know, here._hook_before = (
-        threading.Event(),
-        threading.Event(),
-        lambda *error: said.append("raised"),
-    )
+    here._beside = SimpleNamespace(end_children=lambda after_seconds: None)
+    here._ends, here._others_know = threading.Event(), threading.Event()
+    here._hook_before = lambda *error: said.append("raised")
     here._forget()
     here._exception, here._own = ValueError("loss is nan"), own
     here._concluded_at = time.monotonic() - watch.TIME_TO_CLOSE
     threads: dict[str, Callable[[], None]] = {
-        "main": lambda: here._show_uncaught(ValueError, here._exception, None),  # type: ignore[arg-type]
-        "watch": lambda: here._leave(SimpleNamespace(num_decided=lambda: 2)),  # type: ignore[arg-type]
+        "main": lambda: here._show_uncaught(ValueError, here._exception, None),
+        "watch": lambda: here._leave(SimpleNamespace(num_decided=lambda: 2)),
     }
     for name in sorted(threads, key=lambda name: name != first):
         threads[name]()

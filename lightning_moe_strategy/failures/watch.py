@@ -173,7 +173,7 @@ class FailureWatch:
             self._hook_before(kind, exception, traceback)
             return
         if self._is_left:
-            return
+            return  # the watch has shown the error, and is about to end the process
         self.failed(exception)
         own, first = self._evidence.failure_of(self._rank), self._evidence.first
         is_first = first is None or (first.rank == self._rank and first.kind == "error")
