@@ -28,14 +28,16 @@ class RandomState:
         """Tensors, numbers, strings, lists and tuples: what ``torch.load(weights_only=True)`` reads."""
         kind, keys, *rest = self.numpy
         words = torch.from_numpy(keys.astype(np.int64))
-        return dict(zip(_NAMES, (self.torch, self.cuda, self.python, [str(kind), words, *rest]), strict=True))
+        version, of_python, gauss = self.python
+        python = [version, torch.tensor(of_python), gauss]  # 625 numbers one by one take longer than all else
+        return dict(zip(_NAMES, (self.torch, self.cuda, python, [str(kind), words, *rest]), strict=True))
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> "RandomState":
-        version, words, gauss = plain["python"]
+        version, of_python, gauss = plain["python"]
         kind, keys, *rest = plain["numpy"]
         numpy = (kind, keys.numpy().astype(np.uint32), *rest)
-        return RandomState(plain["torch"], plain["cuda"], (version, tuple(words), gauss), numpy)
+        return RandomState(plain["torch"], plain["cuda"], (version, tuple(of_python.tolist()), gauss), numpy)
 
 
 def random_state(device: torch.device | None = None) -> RandomState:

@@ -23,6 +23,7 @@ from lightning_moe_strategy._lightning_compat import TorchCheckpointIO, Trainer,
 from lightning_moe_strategy.checkpoint.asynchronous import BackgroundSaves
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.plain import require_plain
+from lightning_moe_strategy.checkpoint.planner import KnownPlans
 from lightning_moe_strategy.checkpoint.publish import clean, link, recover_all, remove
 from lightning_moe_strategy.checkpoint.save import agreed, require_replaceable, save_directory, save_file
 from lightning_moe_strategy.checkpoint.storage import plain_path, storage_of
@@ -43,7 +44,7 @@ class Saving(PlacedStrategy):
 
     def __init__(self, *, async_save: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self._async_save = async_save
+        self._async_save, self._known_plans = async_save, KnownPlans()
         if async_save and not self._save_distributed_checkpoint:
             raise ValueError(
                 "async_save(True) needs save_distributed_checkpoint(True): one file is gathered on rank 0 while the "
@@ -138,10 +139,11 @@ class Saving(PlacedStrategy):
         sharded = _sharded_part(checkpoint, states, self.global_rank)
         if self._is_in_background:
             self._saves = self._saves or BackgroundSaves(self._mesh_timeout)
-            self._saves.save(path, sharded, checkpoint, **about)
+            optimizers = {f"optimizer_{index}": plain_optimizer(each) for index, each in enumerate(self.optimizers)}
+            self._saves.save(path, sharded, checkpoint, **about, optimizers=optimizers)
         else:
             self.wait_for_saves()
-            save_directory(path, sharded, checkpoint, **about, group=self._files)
+            save_directory(path, sharded, checkpoint, **about, group=self._files, known=self._known_plans)
 
     def _save_one_file(self, checkpoint: dict[str, Any], path: str, states: Mapping[str, Tensor]) -> None:
         whole_states(checkpoint, is_kept=self.is_global_zero)
@@ -218,6 +220,7 @@ class Saving(PlacedStrategy):
     def teardown(self) -> None:
         self._finish_saves()
         self._saves = None  # with the memory of its copy
+        self._known_plans.forget()
         super().teardown()
 
     def _finish_saves(self) -> None:

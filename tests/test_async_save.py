@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_moe_strategy import FSDPCPEPStrategy, ZigZagContextParallel
 from lightning_moe_strategy.checkpoint import asynchronous
-from lightning_moe_strategy.checkpoint.asynchronous import BackgroundSaves, HostCopy
+from lightning_moe_strategy.checkpoint.asynchronous import BackgroundSaves
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
+from lightning_moe_strategy.checkpoint.host_copy import HostCopy
 from lightning_moe_strategy.checkpoint.publish import link, remove, staging_of
 from lightning_moe_strategy.checkpoint.storage import LocalStorage
 from lightning_moe_strategy.checkpoint.writer import SummedStream
@@ -199,6 +200,125 @@ def test_the_copy_is_as_large_as_the_shards_and_its_memory_is_used_again(ranks2)
     assert ranks2(kept_memory) == [(True, True, 0)] * 2
 
 
+@contextmanager
+def copying_is_slow(gate: threading.Event | None = None) -> Generator[None, None, None]:
+    """What is left for later is copied 0.2 s later, or when the gate opens."""
+    finish = HostCopy.finish
+
+    def finished(self: HostCopy) -> None:
+        time.sleep(0.2)
+        assert gate is None or gate.wait(30)
+        finish(self)
+
+    HostCopy.finish = finished  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        HostCopy.finish = finish  # type: ignore[method-assign]
+
+
+def trained(optimizer: torch.optim.Optimizer, *, how: str) -> None:
+    """One step: with a closure as Lightning does it, or without as a manual optimization may."""
+    (weight,) = optimizer.param_groups[0]["params"]
+
+    def closure() -> Tensor:
+        weight.grad = torch.ones_like(weight)
+        return torch.zeros(())
+
+    if how == "closure by name":
+        optimizer.step(closure=closure)
+    elif how == "closure by place":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def a_step_meanwhile(folder: str, how: str) -> dict[str, Any]:
+    """Options and weights are changed at once, the optimizer's state by its step, which comes before the copy."""
+    weight = torch.nn.Parameter(torch.ones(64))
+    optimizer, saves, gate = torch.optim.AdamW([weight], lr=0.1), new_saves(), threading.Event()
+    trained(optimizer, how=how)
+    group = {"lr": torch.tensor(0.1)}
+    sharded = {
+        "state_dict": {"weight": weight},
+        "optimizer_0": {"state": {"weight": optimizer.state[weight]}, "param_groups": [group]},
+    }
+    expected = {name: value.clone() for name, value in optimizer.state[weight].items()} | {"weight": weight.clone()}
+    order: list[str] = []
+    with copying_is_slow(gate):
+        saves.save(f"{folder}/{how}", sharded, {}, **ABOUT, optimizers={"optimizer_0": optimizer})
+        group["lr"].zero_()
+        with torch.no_grad():
+            weight.zero_()
+        threading.Timer(0.3, lambda: (order.append("copied"), gate.set())).start()
+        trained(optimizer, how=how)
+        order.append("stepped")
+    saves.wait()
+    hooks_left = len(optimizer._optimizer_step_pre_hooks)
+    saved = read_whole(Path(folder, how))
+    found = {name: saved[f"optimizer_0.state.weight.{name}"] for name in optimizer.state[weight]}
+    found["weight"] = saved["state_dict.weight"]
+    is_same = {name: torch.equal(found[name], value) for name, value in expected.items()}
+    has_moved = not torch.equal(optimizer.state[weight]["exp_avg"], expected["exp_avg"])
+    return {"is_same": is_same, "moved": has_moved, "order": order, "hooks": hooks_left, "lr": float(
+        saved["optimizer_0.param_groups.0.lr"])}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["closure by name", "closure by place", "no closure"])
+def test_an_optimizers_state_is_copied_after_the_save_has_returned_and_its_step_waits_for_that(ranks2, tmp_path, how):
+    for found in ranks2(a_step_meanwhile, str(tmp_path), how):
+        assert found["order"] == ["copied", "stepped"] and found["moved"]
+        assert all(found["is_same"].values()) and len(found["is_same"]) == 4, found
+        assert found["hooks"] == 0 and found["lr"] == pytest.approx(0.1)
+
+
+def changed_behind_the_back(folder: str) -> dict[str, str]:
+    weight = torch.nn.Parameter(torch.ones(64))
+    optimizer, saves, words = torch.optim.AdamW([weight], lr=0.1), new_saves(), {}
+    trained(optimizer, how="no closure")
+    sharded: dict[str, Any] = {"optimizer_0": {"state": {"weight": optimizer.state[weight]}}}
+    about = {**ABOUT, "optimizers": {"optimizer_0": optimizer}}
+    with copying_is_slow():
+        saves.save(f"{folder}/changed", sharded, {}, **about)
+        if dist.get_rank() == 1:
+            optimizer.state[weight]["exp_avg"].zero_()
+        try:
+            saves.wait()
+        except CheckpointError as error:
+            words["changed"] = str(error)
+    take, refused = HostCopy.take, MemoryError("no memory")
+
+    def taken(self: HostCopy, *args: Any) -> Any:
+        copy = take(self, *args)
+        if dist.get_rank() == 1:
+            raise refused
+        return copy
+
+    HostCopy.take = taken  # type: ignore[method-assign]
+    try:
+        saves.save(f"{folder}/refused", sharded, {}, **about)
+    except CheckpointError as error:
+        words["refused"] = str(error)
+    finally:
+        HostCopy.take = take  # type: ignore[method-assign]
+    trained(optimizer, how="no closure")  # waits for nobody
+    saves.save(f"{folder}/next", sharded, {}, **about)
+    saves.wait()
+    return words
+
+
+def test_a_state_that_changes_while_it_is_copied_is_not_saved_and_no_step_waits_for_a_copy_that_failed(
+    ranks2, tmp_path
+):
+    first, second = ranks2(changed_behind_the_back, str(tmp_path))
+    assert first == second
+    assert first["changed"].startswith(f"checkpoint('{tmp_path}/changed') was not saved")
+    assert "optimizer_0.state.weight.exp_avg was changed outside its optimizer's step" in first["changed"]
+    assert "rank 1 failed with MemoryError" in first["refused"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["next"]
+
+
 C = L.callbacks
 NUM_STEPS = 4
 
@@ -243,15 +363,15 @@ def fitted(folder: str, *, async_save: bool, callbacks: list[Any] = [], **option
             callbacks=[checkpoints, ZigZagContextParallel(shift="module"), *callbacks],
             **(QUIET | dict(enable_checkpointing=True)),
         )  # fmt: skip
-        trainer.fit(PlainLanguageModel(), datamodule=InOrder(batches()))
+        trainer.fit(PlainLanguageModel(optimizer="adamw"), datamodule=InOrder(batches()))
     return checkpoints
 
 
 def in_trainers(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("sync", "async"):
-        checkpoints = fitted(f"{folder}/{name}", async_save=name == "async")
-        found[name] = checkpoints.best_model_path
+    fitted(f"{folder}/sync", async_save=False)
+    with copying_is_slow():
+        fitted(f"{folder}/async", async_save=True)
     now = SaveNow(f"{folder}/now.ckpt")
     fitted(f"{folder}/copies", async_save=True, save_last=True, save_top_k=-1, callbacks=[now])
     gate = threading.Event()
@@ -265,11 +385,11 @@ def in_trainers(folder: str) -> dict[str, Any]:
     saves: list[str] = []
     take = HostCopy.take
 
-    def taken(self: HostCopy, tree: Any) -> Any:
+    def taken(self: HostCopy, *args: Any) -> Any:
         saves.append("")
         if len(saves) == NUM_STEPS and dist.get_rank() == 1:
             SummedStream.write = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-        return take(self, tree)
+        return take(self, *args)
 
     write = SummedStream.write
     HostCopy.take = taken  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,10 +25,11 @@ from lightning_moe_strategy.checkpoint import publish
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.manifest import MANIFEST, Manifest
 from lightning_moe_strategy.checkpoint.plain import require_plain
+from lightning_moe_strategy.checkpoint.planner import KnownPlans, PlainPlanner
 from lightning_moe_strategy.checkpoint.save import save_directory, save_file
 from lightning_moe_strategy.checkpoint.storage import LocalStorage, plain_path, storage_of
-from lightning_moe_strategy.checkpoint.writer import SummedFiles
-from tests.checkpoints import ABOUT, COLUMNS, NUM_WEIGHTS, ROWS, read_whole, save, value_of
+from lightning_moe_strategy.checkpoint.writer import SummedFiles, SummedStream
+from tests.checkpoints import ABOUT, COLUMNS, NUM_WEIGHTS, ROWS, read_whole, save, sharded_state, value_of
 from tests.flavour import L
 from tests.modules import PlainLanguageModel, loader
 from tests.parity import QUIET, InOrder
@@ -427,6 +429,55 @@ def replicated(path: str) -> None:
         tensors[f"w{i}"] = distribute_tensor(torch.randn(32 * (1 + i % 5), 16), mesh, placements)
     assert dist.group.WORLD is not None
     save_directory(path, {"state_dict": tensors}, {}, **ABOUT, group=dist.group.WORLD)
+
+
+def saves_in_a_row(folder: str) -> list[bool]:
+    """Whether this rank sent what it holds: the first time, the same again, one rank with another dtype, a tensor more on
+    every rank, a save that fails on rank 1, and the one after it.
+    """
+    known, sent, rank = KnownPlans(), [], dist.get_rank()
+    create = PlainPlanner.create_local_plan
+
+    def created(self: PlainPlanner) -> SavePlan:
+        plan = create(self)
+        sent.append(plan.usable)
+        return plan
+
+    def save_known(name: str, value: int, **more: Any) -> None:
+        state = sharded_state(value)
+        state["rank_states"]["random"].update(more)
+        assert dist.group.WORLD is not None
+        save_directory(f"{folder}/{name}", state, {"epoch": value}, **ABOUT, group=dist.group.WORLD, known=known)
+
+    write = SummedStream.write
+    PlainPlanner.create_local_plan = created  # type: ignore[method-assign]
+    try:
+        save_known("first", 1)
+        save_known("second", 2)
+        save_known("wider", 3, **({"1": torch.full((5,), 1, dtype=torch.int64)} if rank == 1 else {}))
+        save_known("more", 4, new=torch.arange(3))
+        if rank == 1:
+            SummedStream.write = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(CheckpointError, match="rank 1 failed with ZeroDivisionError"):
+            save_known("failed", 5)
+        SummedStream.write = write  # type: ignore[method-assign]
+        save_known("last", 6)
+    finally:
+        PlainPlanner.create_local_plan, SummedStream.write = create, write  # type: ignore[method-assign]
+    return sent
+
+
+def test_what_ranks_hold_is_agreed_on_once_and_again_when_it_changes_or_a_save_has_failed(ranks2, tmp_path):
+    sent = ranks2(saves_in_a_row, str(tmp_path))
+    assert sent == [[True, False, False, True, True, True], [True, False, True, True, True, True]]
+    assert names(tmp_path) == ["first", "last", "more", "second", "wider"]
+    for value, name in enumerate(("first", "second", "wider", "more"), start=1):
+        assert value_of(tmp_path / name) == value
+        tensors = read_whole(tmp_path / name)
+        of_one = tensors["rank_states.random.1"]
+        assert of_one.tolist() == [1] * 5 and of_one.dtype == (torch.int64 if name == "wider" else torch.uint8)
+        assert ("rank_states.random.new" in tensors) == (name == "more")
+    assert value_of(tmp_path / "last") == 6 and tensors["rank_states.random.new"].tolist() == [0, 1, 2]
 
 
 class Noting(LocalStorage):

@@ -9,17 +9,18 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
+from lightning_moe_strategy.checkpoint.host_copy import HostCopy, Key
+from lightning_moe_strategy.checkpoint.planner import KnownPlans
 from lightning_moe_strategy.checkpoint.save import agreed, explained, pack_rest, write_directory
 from lightning_moe_strategy.checkpoint.storage import plain_path
-from lightning_moe_strategy.sharding import local_tensor
 
 
 class BackgroundSaves:
@@ -31,6 +32,8 @@ class BackgroundSaves:
     def __init__(self, timeout: timedelta) -> None:
         self._group = _own_group(timeout)
         self._copy = HostCopy()
+        self._known = KnownPlans()
+        self._hooks: list[RemovableHandle] = []
         self._save: _Save | None = None
 
     @property
@@ -46,8 +49,12 @@ class BackgroundSaves:
         *,
         layout: Mapping[str, int],
         versions: Mapping[str, str],
+        optimizers: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
         """As ``save_directory``, but return when all is copied. Waits for the save before.
+
+        ``optimizers``: by the key in ``sharded`` under which their state is. It is copied afterwards, and their next
+        step waits for that.
 
         Raises:
             CheckpointError: the save before failed, or ``rest`` cannot be saved.
@@ -55,12 +62,20 @@ class BackgroundSaves:
         path = plain_path(path)
         self.wait()
         packed_rest = pack_rest(path, rest, self._group)
-        copy = agreed(path, lambda: self._copy.take(sharded), self._group)
 
         def write() -> None:
-            write_directory(path, copy, packed_rest, layout=layout, versions=versions, group=self._group)
+            agreed(path, self._copy.finish, self._group)
+            write_directory(
+                path, copy, packed_rest, layout=layout, versions=versions, group=self._group, known=self._known
+            )
 
-        self._save = _Save(path, write)
+        try:
+            copy = agreed(path, lambda: self._copy.take(sharded, lambda key: _is_state(key, optimizers)), self._group)
+            self._hooks = [o.register_step_pre_hook(self._copy.hold_step) for o in optimizers.values()]
+            self._save = _Save(path, write)
+        except BaseException:
+            self._copy.give_up()
+            raise
 
     def then(self, action: Callable[[], None]) -> None:
         """Do it once the save in flight is published, in its thread or here; never, should it fail."""
@@ -75,7 +90,7 @@ class BackgroundSaves:
         Raises:
             CheckpointError: on every rank, if it failed.
         """
-        save, self._save = self._save, None
+        save = self._taken()
         if save is not None:
             save.join()
             agreed(save.path, save.raise_error, self._group)
@@ -85,7 +100,7 @@ class BackgroundSaves:
 
         For the end of a training that failed. The threads of the other ranks go on as long as their processes do.
         """
-        save, self._save = self._save, None
+        save = self._taken()
         if save is None:
             return None
         if not save.join(seconds):
@@ -96,37 +111,12 @@ class BackgroundSaves:
             return explained(save.path, error, self._group.rank())
         return None
 
-
-class HostCopy:
-    """Copies of nested dicts of tensors, in host memory that is used again."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[object, ...], Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """The same dicts and lists with copies of the tensors: valid until the next call."""
-        used: dict[tuple[object, ...], Tensor] = {}
-        copy: dict[str, Any] = self._copied(tree, (), used)
-        self._buffers = used
-        if torch.cuda.is_available() and any(local_tensor(buffer).is_pinned() for buffer in used.values()):
-            torch.cuda.current_stream().synchronize()  # copies into pinned memory return before they are done
-        return copy
-
-    def _copied(self, value: Any, key: tuple[object, ...], used: dict[tuple[object, ...], Tensor]) -> Any:
-        if isinstance(value, Mapping):
-            return {name: self._copied(item, (*key, name), used) for name, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._copied(item, (*key, index), used) for index, item in enumerate(value))
-        if not isinstance(value, Tensor):
-            return value
-        buffer = self._buffers.get(key)
-        if buffer is None or not _is_alike(buffer, value):
-            # Through empty_like a DTensor stays on the mesh of the GPUs, its part lies in host memory.
-            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        local_tensor(buffer).copy_(local_tensor(value), non_blocking=True)
-        used[key] = buffer
-        return buffer
+    def _taken(self) -> "_Save | None":
+        """The save in flight, which somebody waits for now."""
+        for hook in self._hooks:
+            hook.remove()
+        save, self._save, self._hooks = self._save, None, []
+        return save
 
 
 class _Save:
@@ -184,13 +174,9 @@ class _Save:
                 self._error = error
 
 
-def _is_alike(buffer: Tensor, value: Tensor) -> bool:
-    if isinstance(buffer, DTensor) or isinstance(value, DTensor):
-        if not (isinstance(buffer, DTensor) and isinstance(value, DTensor)):
-            return False
-        if (buffer.device_mesh, buffer.placements) != (value.device_mesh, value.placements):
-            return False
-    return buffer.shape == value.shape and buffer.dtype == value.dtype
+def _is_state(key: Key, optimizers: Mapping[str, Optimizer]) -> bool:
+    """Options of parameter groups are not: schedulers change them between steps."""
+    return key[0] in optimizers and key[1:2] == ("state",)
 
 
 def _own_group(timeout: timedelta) -> dist.ProcessGroup:

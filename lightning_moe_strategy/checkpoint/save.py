@@ -20,9 +20,10 @@ from lightning_moe_strategy.checkpoint.agreement import one_outcome
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.manifest import MANIFEST, METADATA, REST, FileRecord, Manifest, TensorRecord
 from lightning_moe_strategy.checkpoint.plain import packed
+from lightning_moe_strategy.checkpoint.planner import KnownPlans, PlainPlanner
 from lightning_moe_strategy.checkpoint.publish import discard_staging, publish, recover, staging_of
 from lightning_moe_strategy.checkpoint.storage import Storage, plain_path, storage_of
-from lightning_moe_strategy.checkpoint.writer import PlainPlanner, SummedStream, SummedWriter, without_checksums_inside
+from lightning_moe_strategy.checkpoint.writer import SummedStream, SummedWriter, without_checksums_inside
 
 _Result = TypeVar("_Result")
 
@@ -52,16 +53,19 @@ def save_directory(
     layout: Mapping[str, int],
     versions: Mapping[str, str],
     group: dist.ProcessGroup,
+    known: KnownPlans | None = None,
 ) -> None:
     """Save ``sharded`` (nested, by torch.distributed.checkpoint) and rank 0's ``rest`` as the directory ``path``.
 
     A checkpoint that is there stays until the new one is whole. ``layout`` and ``versions`` are for the manifest.
+    ``known``: of the saves before this one.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot; names the first that could not, why and what to do.
     """
     path = plain_path(path)
-    write_directory(path, sharded, pack_rest(path, rest, group), layout=layout, versions=versions, group=group)
+    packed_rest = pack_rest(path, rest, group)
+    write_directory(path, sharded, packed_rest, layout=layout, versions=versions, group=group, known=known)
 
 
 def pack_rest(path: str, rest: Mapping[str, Any], group: dist.ProcessGroup) -> bytes:
@@ -77,13 +81,14 @@ def write_directory(
     layout: Mapping[str, int],
     versions: Mapping[str, str],
     group: dist.ProcessGroup,
+    known: KnownPlans | None = None,
 ) -> None:
     """``save_directory`` with what ``pack_rest`` returned."""
     storage, is_first = storage_of(path), group.rank() == 0
     try:
         agreed(path, lambda: _prepare_directory(storage, path) if is_first else None, group)
         with storage.hold(staging_of(path)) if is_first else nullcontext():
-            metadata, records = _write_tensors(storage, path, sharded, group)
+            metadata, records = _write_tensors(storage, path, sharded, group, known or KnownPlans())
             manifest = Manifest(versions=versions, layout=layout, tensors=_tensors(metadata), files=records)
             agreed(path, lambda: _finish(storage, path, packed_rest, manifest) if is_first else None, group)
     except BaseException:
@@ -179,17 +184,19 @@ def _prepare_directory(storage: Storage, path: str) -> None:
 
 
 def _write_tensors(
-    storage: Storage, path: str, sharded: Mapping[str, Any], group: dist.ProcessGroup
+    storage: Storage, path: str, sharded: Mapping[str, Any], group: dist.ProcessGroup, known: KnownPlans
 ) -> tuple[Metadata, dict[str, FileRecord]]:
     """Every rank's file; replicas share the bytes among them. Records of all files by name, on every rank."""
     is_on_gpu = any(tensor.is_cuda for tensor in tensors_in(dict(sharded)))
     writer = SummedWriter(staging_of(path), storage, is_on_gpu=is_on_gpu)
     try:
-        with without_checksums_inside():
+        # Where there are no gradients, a DTensor hands out its part as it is.
+        with torch.no_grad(), without_checksums_inside():
             metadata = save_distributed(
-                dict(sharded), storage_writer=writer, planner=PlainPlanner(), process_group=group
+                dict(sharded), storage_writer=writer, planner=PlainPlanner(known), process_group=group
             )
     except CheckpointException as failed:
+        known.forget()
         rank, (error, _) = min(failed.failures.items(), key=lambda failure: failure[0])
         raise CheckpointError(explained(path, error, rank)) from error
     records: list[dict[str, FileRecord]] = [{}] * group.size()

@@ -5,25 +5,19 @@ The format stays torch's own default, so that its tools read it.
 
 import io
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from lightning_moe_strategy.checkpoint.checksum import crc32
 from lightning_moe_strategy.checkpoint.manifest import FileRecord
-from lightning_moe_strategy.checkpoint.plain import require_plain
 from lightning_moe_strategy.checkpoint.storage import Storage
 
-_BYTES_AROUND = 1200
-"""What ``torch.save`` writes around the numbers of a tensor."""
 _BYTES_AT_ONCE = 1 << 26
 
 
@@ -128,41 +122,6 @@ class SummedWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is one of this machine and not where the checkpoint will lie."""
         return StorageMeta(save_id=self.save_id)
-
-
-class PlainPlanner(DefaultSavePlanner):
-    """What is no tensor (options of parameter groups) is written so that it loads without pickle; see ``spread``."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(spread(all_plans))
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if write_item.type == WriteItemType.BYTE_IO:
-            object = require_plain({write_item.index.fqn: object})[write_item.index.fqn]
-        return super().transform_object(write_item, object)
-
-
-def spread(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave what several ranks hold to one of them each, so that all write about as many bytes.
-
-    torch's own planner does not know yet what a rank alone holds when it gives it a share of what others hold too: on 4
-    ranks, the busiest wrote twice what the idlest did.
-    """
-    ranks_of: dict[MetadataIndex, list[int]] = {}
-    bytes_of: dict[MetadataIndex, int] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            ranks_of.setdefault(item.index, []).append(rank)
-            bytes_of[item.index] = item.tensor_storage_size() or 1
-    load = [0] * len(plans)
-    writer_of: dict[MetadataIndex, int] = {}
-    for index in sorted(ranks_of, key=lambda index: (len(ranks_of[index]), -bytes_of[index])):
-        writer_of[index] = min(ranks_of[index], key=lambda rank: load[rank])
-        load[writer_of[index]] += bytes_of[index] + _BYTES_AROUND
-    return [
-        replace(plan, items=[item for item in plan.items if writer_of[item.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
 
 
 @contextmanager
