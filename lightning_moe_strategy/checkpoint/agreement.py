@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
+from lightning_moe_strategy.host_agreement import sum_over_hosts
 
 _Result = TypeVar("_Result")
 
@@ -41,14 +42,14 @@ def one_outcome(
         result = action()
     except Exception as reason:
         error = reason
+    if not (sum_over_hosts([error is not None], group)[0] if group is not None else error is not None):
+        return result
     words: list[str | None] = [None if error is None else explain(error)]
     if group is not None:
         words = words * group.size()
         dist.all_gather_object(words, words[group.rank()], group=group)
     failed = [rank for rank, said in enumerate(words) if said is not None]
-    if failed:
-        raise CheckpointError(told(words, failed)) from error
-    return result
+    raise CheckpointError(told(words, failed)) from error
 
 
 def _explained(where: str, error: Exception) -> str:

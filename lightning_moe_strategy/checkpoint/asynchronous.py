@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
 from lightning_moe_strategy.checkpoint.host_copy import HostCopy, Key
+from lightning_moe_strategy.checkpoint.plain import packed
 from lightning_moe_strategy.checkpoint.planner import KnownPlans
-from lightning_moe_strategy.checkpoint.save import agreed, explained, pack_rest, write_directory
+from lightning_moe_strategy.checkpoint.save import agreed, explained, write_directory
 from lightning_moe_strategy.checkpoint.storage import plain_path
 
 
@@ -61,16 +62,19 @@ class BackgroundSaves:
         """
         path = plain_path(path)
         self.wait()
-        packed_rest = pack_rest(path, rest, self._group)
+
+        def copied() -> tuple[bytes, dict[str, Any]]:
+            packed_rest = packed(rest) if self._group.rank() == 0 else b""
+            return packed_rest, self._copy.take(sharded, lambda key: _is_state(key, optimizers))
 
         def write() -> None:
             agreed(path, self._copy.finish, self._group)
             write_directory(
-                path, copy, packed_rest, layout=layout, versions=versions, group=self._group, known=self._known
+                path, copy, lambda: packed_rest, layout=layout, versions=versions, group=self._group, known=self._known
             )
 
         try:
-            copy = agreed(path, lambda: self._copy.take(sharded, lambda key: _is_state(key, optimizers)), self._group)
+            packed_rest, copy = agreed(path, copied, self._group)
             self._hooks = [o.register_step_pre_hook(self._copy.hold_step) for o in optimizers.values()]
             self._save = _Save(path, write)
         except BaseException:

@@ -18,9 +18,22 @@ def require_plain(rest: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: names the entries that would need pickle, ``hyper_parameters['loss']``.
     """
+    return _checked(rest)[0]
+
+
+def packed(rest: Mapping[str, Any]) -> bytes:
+    """What ``meta.pt`` holds.
+
+    Raises:
+        CheckpointError: see ``require_plain``.
+    """
+    return _checked(rest)[1]
+
+
+def _checked(rest: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
     made_plain = {key: plain(value) for key, value in rest.items()}
-    if _loads(made_plain):
-        return made_plain
+    if saved := _that_loads(made_plain):
+        return made_plain, saved
     found = [f"{name} ({_kind(value)})" for name, value in _refused(made_plain)]
     raise CheckpointError(
         f"{', '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''} cannot be in a checkpoint: "
@@ -43,15 +56,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def packed(rest: Mapping[str, Any]) -> bytes:
-    """What ``meta.pt`` holds.
-
-    Raises:
-        CheckpointError: see ``require_plain``.
-    """
-    return _saved(require_plain(rest))
-
-
 def _refused(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The innermost values that do not load, with their names."""
     inside: list[tuple[str, Any]] = []
@@ -59,21 +63,25 @@ def _refused(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         inside = [(f"{name}[{key!r}]" if name else str(key), item) for key, item in value.items()]
     elif type(value) in (list, tuple):
         inside = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
-    failed = [(inner, item) for inner, item in inside if not _loads(item)]
+    failed = [(inner, item) for inner, item in inside if _that_loads(item) is None]
     for inner, item in failed:
         yield from _refused(item, inner)
     if not failed:
         yield name, value
 
 
-def _loads(value: Any) -> bool:
+def _that_loads(value: Any) -> bytes | None:
+    """What ``torch.save`` makes of it, if that can be loaded without pickle."""
     if _is_sharded(value):
-        return False
+        return None
+    buffer = io.BytesIO()
     try:
-        torch.load(io.BytesIO(_saved(value)), map_location="cpu", weights_only=True)
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
     except Exception:
-        return False
-    return True
+        return None
+    return buffer.getvalue()
 
 
 def _is_sharded(value: Any) -> bool:
@@ -83,12 +91,6 @@ def _is_sharded(value: Any) -> bool:
     if type(value) in (list, tuple):
         return any(_is_sharded(item) for item in value)
     return isinstance(value, DTensor)
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _kind(value: object) -> str:

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -64,29 +65,30 @@ def save_directory(
         CheckpointError: on every rank, if one of them cannot; names the first that could not, why and what to do.
     """
     path = plain_path(path)
-    packed_rest = pack_rest(path, rest, group)
-    write_directory(path, sharded, packed_rest, layout=layout, versions=versions, group=group, known=known)
-
-
-def pack_rest(path: str, rest: Mapping[str, Any], group: dist.ProcessGroup) -> bytes:
-    """What ``write_directory`` writes as ``meta.pt``; empty on all ranks but the first."""
-    return agreed(path, lambda: packed(rest) if group.rank() == 0 else b"", group)
+    pack = partial(packed, rest)
+    write_directory(path, sharded, pack, layout=layout, versions=versions, group=group, known=known)
 
 
 def write_directory(
     path: str,
     sharded: Mapping[str, Any],
-    packed_rest: bytes,
+    pack_rest: Callable[[], bytes],
     *,
     layout: Mapping[str, int],
     versions: Mapping[str, str],
     group: dist.ProcessGroup,
     known: KnownPlans | None = None,
 ) -> None:
-    """``save_directory`` with what ``pack_rest`` returned."""
+    """``save_directory`` with ``meta.pt`` as rank 0 packs it, before anything is written."""
     storage, is_first = storage_of(path), group.rank() == 0
+
+    def prepare() -> bytes:
+        packed_rest = pack_rest()
+        _prepare_directory(storage, path)
+        return packed_rest
+
     try:
-        agreed(path, lambda: _prepare_directory(storage, path) if is_first else None, group)
+        packed_rest = agreed(path, prepare if is_first else bytes, group)
         with storage.hold(staging_of(path)) if is_first else nullcontext():
             metadata, records = _write_tensors(storage, path, sharded, group, known or KnownPlans())
             manifest = Manifest(versions=versions, layout=layout, tensors=_tensors(metadata), files=records)
