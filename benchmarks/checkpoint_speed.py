@@ -131,7 +131,10 @@ def candidates(
         what is still to be copied.
         """
         times = [time.perf_counter()]
-        note = lambda *args: times.append(time.perf_counter())
+
+        def note(*args: object) -> None:
+            times.append(time.perf_counter())
+
         hooks = [optimizer.register_step_pre_hook(note)]
         with strategy.in_background():
             ours.save_checkpoint(saved / "async")

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from lightning_moe_strategy._lightning_checkpoints import checkpoint_folders, hyperparameters_of, plain_optimizer
 from lightning_moe_strategy._lightning_compat import TorchCheckpointIO, Trainer, rank_zero_info, rank_zero_warn
 from lightning_moe_strategy.checkpoint.asynchronous import BackgroundSaves
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
+from lightning_moe_strategy.checkpoint.named_state import model_state, optimizer_state
 from lightning_moe_strategy.checkpoint.plain import require_plain
 from lightning_moe_strategy.checkpoint.planner import KnownPlans
 from lightning_moe_strategy.checkpoint.publish import clean, link, recover_all, remove
@@ -82,7 +82,7 @@ class Saving(PlacedStrategy):
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         assert self.model is not None
-        return get_model_state_dict(self.model)
+        return model_state(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Of an optimizer that never made a step as well, without the step torch makes to get one."""
@@ -92,11 +92,7 @@ class Saving(PlacedStrategy):
             if optimizer.state:
                 return super().optimizer_state(optimizer)
             return optimizer.state_dict() if self.is_global_zero else {}
-        if optimizer.state:
-            return get_optimizer_state_dict(self.model, optimizer, options=StateDictOptions())
-        names = {parameter: name.replace("_orig_mod.", "") for name, parameter in self.model.named_parameters()}
-        groups = [group | {"params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-        return {"state": {}, "param_groups": groups}
+        return optimizer_state(self.model, optimizer)
 
     @contextmanager
     def in_background(self) -> Generator[None, None, None]:

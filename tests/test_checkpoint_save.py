@@ -432,8 +432,8 @@ def replicated(path: str) -> None:
 
 
 def saves_in_a_row(folder: str) -> list[bool]:
-    """Whether this rank sent what it holds: the first time, the same again, one rank with another dtype, a tensor more on
-    every rank, a save that fails on rank 1, and the one after it.
+    """Whether this rank sent what it holds: the first time, the same again, rank 1 with another dtype, a tensor more, a
+    save that fails on rank 1, and the one after it.
     """
     known, sent, rank = KnownPlans(), [], dist.get_rank()
     create = PlainPlanner.create_local_plan

@@ -52,10 +52,10 @@ class BackgroundSaves:
         versions: Mapping[str, str],
         optimizers: Mapping[str, Optimizer] = MappingProxyType({}),
     ) -> None:
-        """As ``save_directory``, but return when all is copied. Waits for the save before.
+        """As ``save_directory``, but return as soon as what is there may change. Waits for the save before.
 
-        ``optimizers``: by the key in ``sharded`` under which their state is. It is copied afterwards, and their next
-        step waits for that.
+        ``optimizers``: by the key in ``sharded`` under which their state is. It is copied last, in the thread, and
+        their next step waits for that.
 
         Raises:
             CheckpointError: the save before failed, or ``rest`` cannot be saved.

@@ -52,7 +52,7 @@ class HostCopy:
         copy: dict[str, Any] = self._copied(tree, (), used, is_late)
         self._buffers = used
         if any(local_tensor(buffer).is_pinned() for buffer in used.values()):
-            self._taken = torch.cuda.Event()
+            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._taken.record()
         self._is_whole.clear()
         return copy

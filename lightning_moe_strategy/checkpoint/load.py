@@ -9,18 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from lightning_moe_strategy.checkpoint.agreement import together
 from lightning_moe_strategy.checkpoint.errors import CheckpointError
+from lightning_moe_strategy.checkpoint.named_state import model_state, names_of_parameters
 from lightning_moe_strategy.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_moe_strategy.checkpoint.optimizer_state import MatchedOptimizer, match_optimizers, names_of_parameters
+from lightning_moe_strategy.checkpoint.optimizer_state import MatchedOptimizer, match_optimizers
 from lightning_moe_strategy.checkpoint.progress import progress
 from lightning_moe_strategy.checkpoint.read import open_checkpoint
 from lightning_moe_strategy.checkpoint.single_file import SingleFile
@@ -113,7 +109,7 @@ def _planned(
     safe: bool,
 ) -> _Plan:
     """Everything that may be wrong is found here, on this rank."""
-    state = get_model_state_dict(model)
+    state = model_state(model)
     weights = match_weights(state, saved.weights(), strict=strict, where=saved.path)
     weights.values = {name: saved.whole(value) for name, value in weights.values.items()}
     states = saved.optimizers()

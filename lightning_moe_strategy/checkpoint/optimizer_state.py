@@ -18,7 +18,6 @@ _ON_HOST = "step"
 """A count of steps, which torch keeps apart from the parameter."""
 _SAME = ("shape", "dtype", "device", "device_mesh", "placements")
 """Of two tensors that lie alike; the last two are a DTensor's."""
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _OF_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 """What learning-rate schedulers add to parameter groups."""
 
@@ -53,16 +52,6 @@ class MatchedOptimizer:
             for key, value in values.items():
                 if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and key != _ON_HOST:
                     loaded[key] = value if loaded[key].dtype != value.dtype else loaded[key]
-
-
-def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """As they are saved."""
-    names = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        names[parameter] = name
-    return names
 
 
 def match_optimizers(
