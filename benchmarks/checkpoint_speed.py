@@ -10,7 +10,7 @@ said otherwise; Lightning's data files too. ``stall``: what an asynchronous save
 it begins and before the optimizer's step; what the threads that copy and write take from the cores is not in it.
 
 What is saved is loaded at once and then removed, so that loads find their files in the page cache, all alike; ours
-reads them twice there, once for the checksums. At 4 GB that takes 17 GB of memory. Goals stand beside; one that is
+reads them twice there, once for the checksums. At 4 GB that takes 20 GB of memory. Goals stand beside; one that is
 missed is said so.
 """
 
