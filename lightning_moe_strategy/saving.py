@@ -135,8 +135,10 @@ class Saving(PlacedStrategy):
         sharded = _sharded_part(checkpoint, states, self.global_rank)
         if self._is_in_background:
             self._saves = self._saves or BackgroundSaves(self._mesh_timeout)
-            optimizers = {f"optimizer_{index}": plain_optimizer(each) for index, each in enumerate(self.optimizers)}
-            self._saves.save(path, sharded, checkpoint, **about, optimizers=optimizers)
+            plain = {f"optimizer_{index}": plain_optimizer(each) for index, each in enumerate(self.optimizers)}
+            # Lightning takes whatever steps as one; without torch's hooks it is copied at once.
+            hooked = {key: optimizer for key, optimizer in plain.items() if isinstance(optimizer, Optimizer)}
+            self._saves.save(path, sharded, checkpoint, **about, optimizers=hooked)
         else:
             self.wait_for_saves()
             save_directory(path, sharded, checkpoint, **about, group=self._files, known=self._known_plans)
