@@ -39,7 +39,7 @@ from lightning_moe_strategy.random_states import (
 )
 
 _NAME = "resume"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Resuming(PlacedStrategy):

@@ -135,9 +135,9 @@ class Saving(PlacedStrategy):
         sharded = _sharded_part(checkpoint, states, self.global_rank)
         if self._is_in_background:
             self._saves = self._saves or BackgroundSaves(self._mesh_timeout)
-            plain = {f"optimizer_{index}": plain_optimizer(each) for index, each in enumerate(self.optimizers)}
-            # Lightning takes whatever steps as one; without torch's hooks it is copied at once.
-            hooked = {key: optimizer for key, optimizer in plain.items() if isinstance(optimizer, Optimizer)}
+            # Lightning takes whatever steps as an optimizer; without torch's hooks it is copied at once.
+            plain = enumerate(map(plain_optimizer, self.optimizers))
+            hooked = {f"optimizer_{index}": each for index, each in plain if isinstance(each, Optimizer)}
             self._saves.save(path, sharded, checkpoint, **about, optimizers=hooked)
         else:
             self.wait_for_saves()

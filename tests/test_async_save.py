@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -212,11 +213,8 @@ def copying_is_slow(gate: threading.Event | None = None) -> Generator[None, None
             assert gate.wait(30)
         finish(self)
 
-    HostCopy.finish = finished  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(HostCopy, "finish", finished):
         yield
-    finally:
-        HostCopy.finish = finish  # type: ignore[method-assign]
 
 
 def trained(optimizer: torch.optim.Optimizer, *, how: str) -> None:
@@ -263,8 +261,8 @@ def a_step_meanwhile(folder: str, how: str) -> dict[str, Any]:
     found["weight"] = saved["state_dict.weight"]
     is_same = {name: torch.equal(found[name], value) for name, value in expected.items()}
     has_moved = not torch.equal(optimizer.state[weight]["exp_avg"], expected["exp_avg"])
-    return {"is_same": is_same, "moved": has_moved, "order": order, "hooks": hooks_left, "lr": float(
-        saved["optimizer_0.param_groups.0.lr"])}  # fmt: skip
+    rate = float(saved["optimizer_0.param_groups.0.lr"])
+    return {"is_same": is_same, "moved": has_moved, "order": order, "hooks": hooks_left, "lr": rate}
 
 
 @pytest.mark.parametrize("how", ["closure by name", "closure by place", "no closure"])
@@ -299,13 +297,11 @@ def changed_behind_the_back(folder: str) -> dict[str, str]:
             raise refused
         return copy
 
-    HostCopy.take = taken  # type: ignore[method-assign]
-    try:
-        saves.save(f"{folder}/refused", sharded, {}, **about)
-    except CheckpointError as error:
-        words["refused"] = str(error)
-    finally:
-        HostCopy.take = take  # type: ignore[method-assign]
+    with mock.patch.object(HostCopy, "take", taken):
+        try:
+            saves.save(f"{folder}/refused", sharded, {}, **about)
+        except CheckpointError as error:
+            words["refused"] = str(error)
     trained(optimizer, how="no closure")  # waits for nobody
     saves.save(f"{folder}/next", sharded, {}, **about)
     saves.wait()

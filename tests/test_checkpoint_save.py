@@ -6,8 +6,10 @@ import os
 import pathlib
 import warnings
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -449,21 +451,16 @@ def saves_in_a_row(folder: str) -> list[bool]:
         assert dist.group.WORLD is not None
         save_directory(f"{folder}/{name}", state, {"epoch": value}, **ABOUT, group=dist.group.WORLD, known=known)
 
-    write = SummedStream.write
-    PlainPlanner.create_local_plan = created  # type: ignore[method-assign]
-    try:
+    failing = mock.patch.object(SummedStream, "write", lambda *args: 1 / 0)
+    with mock.patch.object(PlainPlanner, "create_local_plan", created):
         save_known("first", 1)
         save_known("second", 2)
         save_known("wider", 3, **({"1": torch.full((5,), 1, dtype=torch.int64)} if rank == 1 else {}))
         save_known("more", 4, new=torch.arange(3))
-        if rank == 1:
-            SummedStream.write = lambda *args: 1 / 0  # type: ignore[method-assign,assignment,return-value]
-        with pytest.raises(CheckpointError, match="rank 1 failed with ZeroDivisionError"):
-            save_known("failed", 5)
-        SummedStream.write = write  # type: ignore[method-assign]
+        with failing if rank == 1 else nullcontext():
+            with pytest.raises(CheckpointError, match="rank 1 failed with ZeroDivisionError"):
+                save_known("failed", 5)
         save_known("last", 6)
-    finally:
-        PlainPlanner.create_local_plan, SummedStream.write = create, write  # type: ignore[method-assign]
     return sent
 
 

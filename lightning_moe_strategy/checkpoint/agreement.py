@@ -42,7 +42,10 @@ def one_outcome(
         result = action()
     except Exception as reason:
         error = reason
-    if not (sum_over_hosts([error is not None], group)[0] if group is not None else error is not None):
+    num_failed = int(error is not None)
+    if group is not None:
+        (num_failed,) = sum_over_hosts([num_failed], group)
+    if not num_failed:
         return result
     words: list[str | None] = [None if error is None else explain(error)]
     if group is not None:

@@ -52,7 +52,7 @@ class HostCopy:
         copy: dict[str, Any] = self._copied(tree, (), used, is_late)
         self._buffers = used
         if any(local_tensor(buffer).is_pinned() for buffer in used.values()):
-            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._taken = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
             self._taken.record()
         self._is_whole.clear()
         return copy
@@ -130,7 +130,7 @@ def _after(taken: torch.cuda.Event | None) -> Generator[None, None, None]:
     if taken is None:
         yield
         return
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it
     stream.wait_event(taken)
     with torch.cuda.stream(stream):
         yield
